@@ -1,0 +1,1 @@
+"""Fine-grained low-precision training for Megatron-style models."""

@@ -1,0 +1,139 @@
+"""Delayed scaling: the state of one slot, and the update that ends a step.
+
+pending  FP32 [1]        maximum |x| seen since the last update; -1 = the slot did not run
+history  FP32 [length]   past amaxes, newest last
+scale    FP32 [1]        what the next casts multiply by
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+from typing import Any
+
+import torch
+
+from .distributed import collectives
+from .formats.float8 import Float8Quantizer
+from .formats.requests import DelayedScalingRequest
+
+FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
+FLT_MAX = torch.finfo(torch.float32).max
+_NOT_RUN = -1.0
+_incarnations = itertools.count(1)
+
+
+class DelayedSlot:
+    """Scale, history and pending amax of one quantizer slot (or one hybrid child of it).
+
+    owner: a number that a module keeps through deepcopy; group: where amaxes are reduced, or None.
+    """
+
+    def __init__(
+        self,
+        key: tuple,
+        name: str,
+        request: DelayedScalingRequest,
+        element: str,
+        device: torch.device,
+        owner: int,
+    ):
+        self.key, self.name, self.owner = key, name, owner
+        self.incarnation = 0  # a deepcopy is another slot of the same name
+        self.request, self.element = request, element
+        self.group: Any = None
+        self.scale = torch.ones(1, dtype=torch.float32, device=device)
+        self.history = torch.zeros(request.amax_history_len, dtype=torch.float32, device=device)
+        self.pending = torch.full((1,), _NOT_RUN, dtype=torch.float32, device=device)
+
+    @property
+    def sort_key(self) -> str:
+        """Orders slots alike on every rank, and names them in errors."""
+        return "|".join((self.name, *map(str, self.key), str(self.incarnation)))
+
+    def quantizer(self) -> Float8Quantizer:
+        """A quantizer that reads this slot's scale and records into its pending amax."""
+        return Float8Quantizer(self.scale, self.pending, torch_dtype(self.element))
+
+    def to(self, device: torch.device) -> None:
+        """Move the state; quantizers made earlier keep the old tensors and must be rebuilt."""
+        self.scale, self.history, self.pending = (
+            t.to(device) for t in (self.scale, self.history, self.pending)
+        )
+
+    def adopt(self, request: DelayedScalingRequest) -> None:
+        """Follow another request of the same element; the newest rows of the history are kept."""
+        self.request = request
+        length, kept = request.amax_history_len, len(self.history)
+        if length < kept:
+            self.history = self.history[-length:].clone()
+        elif length > kept:
+            self.history = torch.cat((self.history.new_zeros(length - kept), self.history))
+
+    def __deepcopy__(self, memo) -> DelayedSlot:
+        twin = copy.copy(self)
+        twin.incarnation = next(_incarnations)
+        twin.scale, twin.history, twin.pending = (
+            copy.deepcopy(t, memo) for t in (self.scale, self.history, self.pending)
+        )
+        return twin
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "group": None}  # a process group is rebound at the next forward
+
+    def __copy__(self) -> DelayedSlot:
+        twin = object.__new__(DelayedSlot)
+        twin.__dict__.update(self.__dict__)
+        return twin
+
+
+def torch_dtype(element: str) -> torch.dtype:
+    """torch's dtype of an FP8 element name."""
+    return {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[element]
+
+
+def update_slots(slots: list[DelayedSlot]) -> None:
+    """Reduce the pending amaxes per group and update every slot that ran on some rank."""
+    groups: dict[Any, list[DelayedSlot]] = {}
+    for slot in sorted(slots, key=lambda slot: slot.sort_key):
+        groups.setdefault(slot.group, []).append(slot)
+    for group in sorted(groups, key=collectives.group_order):
+        if collectives.group_size(group) > 1:
+            _reduce_pending(groups[group], group)
+        for slot in groups[group]:
+            _update(slot)
+
+
+def _reduce_pending(slots: list[DelayedSlot], group: Any) -> None:
+    """One flat MAX; ranks whose slot lists differ exchange them and reduce the union."""
+    names = [slot.sort_key for slot in slots]
+    if not collectives.all_equal(text_hash("\n".join(names)), group, slots[0].pending.device):
+        names = sorted(set().union(*collectives.all_gather_object(names, group)))
+    position = {name: i for i, name in enumerate(names)}
+    flat = torch.full((len(names),), _NOT_RUN, device=slots[0].pending.device)
+    for slot in slots:
+        flat[position[slot.sort_key]] = slot.pending[0]
+    collectives.all_reduce_max(flat, group)
+    for slot in slots:
+        slot.pending.copy_(flat[position[slot.sort_key]])
+
+
+def _update(slot: DelayedSlot) -> None:
+    """history rolls, amax = window maximum or newest, scale = (fp8_max / amax) / 2^margin."""
+    ran = slot.pending >= 0
+    rolled = torch.cat((slot.history[1:], slot.pending))
+    history = torch.where(ran, rolled, slot.history)
+    amax = history.amax(0, keepdim=True) if slot.request.amax_compute_algo == "max" else history[-1:]
+    fp8_max = torch.full_like(amax, FP8_MAX[slot.element])
+    scale = fp8_max / amax / 2.0**slot.request.margin
+    scale = torch.where(scale.isinf(), torch.full_like(scale, FLT_MAX), scale)
+    usable = ran & (amax > 0) & amax.isfinite()
+    slot.history.copy_(history)
+    slot.scale.copy_(torch.where(usable, scale, slot.scale))
+    slot.pending.fill_(_NOT_RUN)
+
+
+def text_hash(text: str) -> int:
+    """56-bit hash of a text: fits an int64 with its negative."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

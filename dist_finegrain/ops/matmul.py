@@ -1,0 +1,94 @@
+"""C = A · Bᵀ of high-precision matrices, and of decoded planes: exact emulation of any format pair.
+
+Legend: A [R, C], B [S, C], result [R, S].
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from ..formats.float8_block import Float8BlockFormat
+from ..formats.plane import Plane, saturating_to
+
+
+def identity_gemm(
+    a: Plane, b: Plane, out_dtype: torch.dtype, bias: torch.Tensor | None, fast: bool
+) -> torch.Tensor:
+    """The plain product of two Identity planes; bit-equal to torch.nn.Linear's where dtypes agree."""
+    left, right = a.codes, b.codes
+    if left.dtype == out_dtype:
+        return torch.nn.functional.linear(left, right, bias)
+    return _finish(_product_fp32(left, right), bias, out_dtype)
+
+
+def emulated_gemm(
+    a: Plane, b: Plane, out_dtype: torch.dtype, bias: torch.Tensor | None, fast: bool
+) -> torch.Tensor:
+    """Decode without the outer scales, multiply with FP32 accumulation, scale, one rounding.
+
+    CPU: FP32 operands. CUDA: BF16 operands, which hold MXFP8, NVFP4, per-tensor and row-scaled
+    codes and power-of-two block scales exactly; other formats multiply in FP32 with TF32 off.
+    """
+    dtype = torch.float32
+    if a.codes.is_cuda and _exact_in_bf16(a) and _exact_in_bf16(b):
+        dtype = torch.bfloat16
+    left, right = (saturating_to(p.format.decode(p, outer=False), dtype) for p in (a, b))
+    product = _product_fp32(left, right)
+    return _finish(_with_outer_scales(product, a, b), bias, out_dtype)
+
+
+def emulation_note(a_format, b_format) -> str:
+    """What plan() says about the precision of an emulated pair on CUDA."""
+    exact = all(_format_exact_in_bf16(f) for f in (a_format, b_format))
+    return "decoded to BF16" if exact else "decoded to FP32, multiplied in FP32 with TF32 off"
+
+
+def _format_exact_in_bf16(format) -> bool:
+    if isinstance(format, Float8BlockFormat):
+        return format.power_of_two
+    return format.family in ("float8", "mxfp8", "nvfp4")
+
+
+def _exact_in_bf16(plane: Plane) -> bool:
+    return _format_exact_in_bf16(plane.format)
+
+
+def _with_outer_scales(product: torch.Tensor, a: Plane, b: Plane) -> torch.Tensor:
+    """Per-tensor scales multiply as one alpha; row scales one side after the other."""
+    left, right = a.outer, b.outer
+    if left is not None and right is not None and left.numel() == right.numel() == 1:
+        return product.mul_(left * right)
+    if left is not None:
+        product.mul_(left if left.numel() == 1 else left[: product.shape[0], None])
+    if right is not None:
+        product.mul_(right if right.numel() == 1 else right[: product.shape[1]])
+    return product
+
+
+def _finish(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    if bias is not None:
+        product = product.add_(bias.float())
+    return product.to(dtype)
+
+
+def _product_fp32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    if left.is_cuda and left.dtype != torch.float32 and left.dtype == right.dtype:
+        return torch.mm(left, right.t(), out_dtype=torch.float32)
+    with _ieee_fp32():
+        return torch.mm(left.float(), right.float().t())
+
+
+@contextlib.contextmanager
+def _ieee_fp32():
+    """FP32 products with FP32 operands, whatever precision the user allows elsewhere."""
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    previous = [b.fp32_precision for b in backends]
+    for backend in backends:
+        backend.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for backend, precision in zip(backends, previous, strict=True):
+            backend.fp32_precision = precision

@@ -1,0 +1,107 @@
+"""torch's native low-precision GEMMs behind the plane interface, one function per operand pair.
+
+Every function takes planes A [R, C] and B [S, C] with codes of whole rows, runs on the Rp stored
+rows and returns a view of the first R (and S). Scale layouts are torch.nn.functional.scaled_mm's;
+the sm_100 functions are checked against its documented layouts and were not run on hardware.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+
+from ..formats.plane import Plane
+from ..formats.swizzle import swizzle_128x4
+
+_TORCH_ELEMENT = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def _codes(plane: Plane) -> torch.Tensor:
+    return plane.codes.view(_TORCH_ELEMENT[plane.format.element])
+
+
+def _call(a, b, left, right, out_dtype, bias, *, fast=False, **scales) -> torch.Tensor:
+    """scaled_mm of A and Bᵀ; a bias that the kernel cannot add in its epilogue is added in FP32."""
+    in_epilogue = bias is not None and out_dtype != torch.float32 and bias.dtype == out_dtype
+    epilogue = None
+    if in_epilogue:
+        epilogue = torch.nn.functional.pad(bias, (0, right.shape[0] - bias.shape[0]))
+    add_after = bias is not None and not in_epilogue
+    result = scaled_mm(
+        left,
+        right.t(),
+        bias=epilogue,
+        output_dtype=torch.float32 if add_after else out_dtype,
+        use_fast_accum=fast,
+        **scales,
+    )[: a.shape[0], : b.shape[0]]
+    return (result + bias.float()).to(out_dtype) if add_after else result
+
+
+def tensorwise(a: Plane, b: Plane, out_dtype, bias, fast: bool) -> torch.Tensor:
+    """One FP32 decode scale per operand."""
+    return _call(
+        a, b, _codes(a), _codes(b), out_dtype, bias, fast=fast,
+        scale_a=a.outer, scale_recipe_a=ScalingType.TensorWise,
+        scale_b=b.outer, scale_recipe_b=ScalingType.TensorWise,
+    )  # fmt: skip
+
+
+def rowwise(a: Plane, b: Plane, out_dtype, bias, fast: bool) -> torch.Tensor:
+    """FP32 decode scales [Rp, 1] and [1, Sp]; a per-tensor operand repeats its scale."""
+    return _call(
+        a, b, _codes(a), _codes(b), out_dtype, bias, fast=fast,
+        scale_a=_per_row(a)[:, None], scale_recipe_a=ScalingType.RowWise,
+        scale_b=_per_row(b)[None, :], scale_recipe_b=ScalingType.RowWise,
+    )  # fmt: skip
+
+
+def _per_row(plane: Plane) -> torch.Tensor:
+    rows = plane.codes.shape[0]
+    return plane.outer if plane.outer.numel() == rows else plane.outer.expand(rows).contiguous()
+
+
+def block(a: Plane, b: Plane, out_dtype, bias, fast: bool) -> torch.Tensor:
+    """128-element blocks: 1×128 scales [Rp, ⌈C/128⌉] row-major in R, 128×128 [⌈R/128⌉, pad4]."""
+    return _call(
+        a, b, _codes(a), _codes(b), out_dtype, bias,
+        scale_a=_block_scales(a), scale_recipe_a=_block_recipe(a),
+        scale_b=_block_scales(b, transpose=True), scale_recipe_b=_block_recipe(b),
+    )  # fmt: skip
+
+
+def _block_recipe(plane: Plane) -> ScalingType:
+    two = plane.format.two_dimensional
+    return ScalingType.BlockWise128x128 if two else ScalingType.BlockWise1x128
+
+
+def _block_scales(plane: Plane, transpose: bool = False) -> torch.Tensor:
+    """Views of the stored scales with the strides that scaled_mm asks of A, or of B."""
+    if plane.format.two_dimensional:
+        return plane.scales.t() if transpose else plane.scales
+    return plane.scales.t()  # [Rp, ⌈C/128⌉] with stride (1, Rp), for A and for B alike
+
+
+def mxfp8(a: Plane, b: Plane, out_dtype, bias, fast: bool) -> torch.Tensor:
+    """E8M0 scales in 128×4-swizzled tiles (sm_100; not run on hardware)."""
+    return _call(
+        a, b, _codes(a), _codes(b), out_dtype, bias,
+        scale_a=swizzle_128x4(a.scales).view(torch.float8_e8m0fnu),
+        scale_recipe_a=ScalingType.BlockWise1x32, swizzle_a=SwizzleType.SWIZZLE_32_4_4,
+        scale_b=swizzle_128x4(b.scales).view(torch.float8_e8m0fnu),
+        scale_recipe_b=ScalingType.BlockWise1x32, swizzle_b=SwizzleType.SWIZZLE_32_4_4,
+    )  # fmt: skip
+
+
+def nvfp4(a: Plane, b: Plane, out_dtype, bias, fast: bool) -> torch.Tensor:
+    """E4M3 scales in 128×4-swizzled tiles and one FP32 g per operand (sm_100; not run on hardware)."""
+    recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+    swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+    left, right = (p.codes.view(torch.float4_e2m1fn_x2) for p in (a, b))
+    return _call(
+        a, b, left, right, out_dtype, bias,
+        scale_a=[swizzle_128x4(a.scales).view(torch.float8_e4m3fn), a.outer],
+        scale_recipe_a=recipe, swizzle_a=swizzle,
+        scale_b=[swizzle_128x4(b.scales).view(torch.float8_e4m3fn), b.outer],
+        scale_recipe_b=recipe, swizzle_b=swizzle,
+    )  # fmt: skip

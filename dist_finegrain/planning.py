@@ -1,0 +1,224 @@
+"""plan(): what a recipe does to a model, GEMM by GEMM, without running anything."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .distributed import collectives
+from .formats.float8 import Float8Quantizer
+from .formats.plane import Format
+from .formats.quantizer import Quantizer
+from .modules.base import QuantizedModule
+from .naming import assign_names
+from .ops.gemm import DEVICES, Kernel, PairRefused, device_kind
+from .recipe import CustomRecipe
+from .resolution import Site, ask_factory, choose_kernel, source_of
+from .roles import LINEAR_GEMMS, GemmOperands
+
+BUCKETS = ("fast", "unoptimized", "emulated", "rejected")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRow:
+    """One GEMM of one module.
+
+    formats: of operands A and B; sources: where their planes come from ("original" or
+    "rowwise_dequantized"); bucket: fast, unoptimized, emulated or rejected; saved_bytes: kept for
+    backward because of this GEMM; wire_bytes: received by this rank per step because of it.
+    """
+
+    module: str
+    gemm: str
+    formats: tuple[str, str]
+    sources: tuple[str, str]
+    bucket: str
+    kernel: str
+    reason: str
+    saved_bytes: int
+    wire_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The rows of plan(); ``str()`` is a table. ``ok`` is False when some GEMM is rejected."""
+
+    device: str
+    execution: str
+    tokens: int
+    rows: tuple[PlanRow, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(row.bucket != "rejected" for row in self.rows)
+
+    def counts(self) -> dict[str, int]:
+        """Number of GEMMs per bucket."""
+        return {b: sum(row.bucket == b for row in self.rows) for b in BUCKETS}
+
+    def __str__(self) -> str:
+        header = ("module", "gemm", "A × B", "bucket", "kernel", "saved", "wire", "reason")
+        table = [header]
+        for row in self.rows:
+            pair = " × ".join(
+                text if source == "original" else f"{text} of dequantized rows"
+                for text, source in zip(row.formats, row.sources, strict=True)
+            )
+            sizes = (_bytes(row.saved_bytes), _bytes(row.wire_bytes))
+            table.append((row.module, row.gemm, pair, row.bucket, row.kernel, *sizes, row.reason))
+        widths = [max(len(line[i]) for line in table) for i in range(len(header) - 1)]
+        lines = [
+            "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]]).rstrip()
+            for line in table
+        ]
+        counts = ", ".join(f"{n} {bucket}" for bucket, n in self.counts().items() if n)
+        title = f"plan for {self.device}, execution={self.execution}, {self.tokens} tokens: {counts}"
+        return "\n".join([title, *lines])
+
+
+def plan(
+    model: torch.nn.Module,
+    recipe: CustomRecipe,
+    *,
+    device: str | torch.device | None = None,
+    training: bool = True,
+    tokens: int = 4096,
+) -> Plan:
+    """What every GEMM of ``model`` would be under ``recipe``; nothing is run or communicated.
+
+    device: "cpu", "sm_90", "sm_100", or a torch device; default: that of the first parameter.
+    training: include dgrad and wgrad. tokens: rows of each module's input, for the byte columns.
+    Names unnamed modules (assign_names). A module whose factory call fails raises that error.
+    """
+    kind = _device_kind(model, device)
+    assign_names(model)
+    rows: list[PlanRow] = []
+    for module in model.modules():
+        if isinstance(module, QuantizedModule):
+            rows += _module_rows(module, recipe, kind, training, tokens)
+    return Plan(kind, recipe.resolved_execution, tokens, tuple(rows))
+
+
+def _device_kind(model: torch.nn.Module, device: Any) -> str:
+    if device is None:
+        device = next(model.parameters()).device
+    if isinstance(device, torch.device):
+        return device_kind(device)
+    if device in DEVICES or (str(device).startswith("sm_") and str(device)[3:].isdigit()):
+        return device
+    try:
+        return device_kind(torch.device(device))
+    except RuntimeError:
+        raise ValueError(
+            f"device={device!r}; accepted: {', '.join(DEVICES)} or a torch device, "
+            "e.g. device='sm_90'"
+        ) from None
+
+
+def _module_rows(
+    module: QuantizedModule, recipe: CustomRecipe, kind: str, training: bool, tokens: int
+) -> list[PlanRow]:
+    site = module.resolution_site(kind)
+    slots = [s for s in module.get_quantizer_slots() if training or s.direction == "forward"]
+
+    def unbound(slot, child, request) -> Quantizer:
+        element = request.element(forward=slot.direction == "forward")
+        one = torch.ones(1)
+        dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[element]
+        return Float8Quantizer(one, one.clone(), dtype)
+
+    quantizers = ask_factory(recipe, slots, site, unbound)
+    return [
+        _row(module, operands, quantizers, site, recipe, tokens)
+        for operands in LINEAR_GEMMS
+        if training or operands.gemm == "fprop"
+    ]
+
+
+def _row(
+    module: QuantizedModule,
+    operands: GemmOperands,
+    quantizers: dict[str, Quantizer],
+    site: Site,
+    recipe: CustomRecipe,
+    tokens: int,
+) -> PlanRow:
+    sides = ((operands.a, operands.a_direction), (operands.b, operands.b_direction))
+    formats = [quantizers[slot].plane_format(direction) for slot, direction in sides]
+    try:
+        kernel = choose_kernel(operands, quantizers, site, recipe.resolved_execution)
+        bucket, reason = _bucket(kernel, formats, module)
+        name = kernel.name
+    except PairRefused as refusal:
+        bucket, name, reason = "rejected", "–", str(refusal)
+    return PlanRow(
+        module=site.name,
+        gemm=operands.gemm,
+        formats=(formats[0].describe(), formats[1].describe()),
+        sources=tuple(source_of(quantizers[slot], direction) for slot, direction in sides),
+        bucket=bucket,
+        kernel=name,
+        reason=reason,
+        saved_bytes=_saved_bytes(operands, formats[1], site, tokens),
+        wire_bytes=_wire_bytes(operands.gemm, module, site, tokens),
+    )
+
+
+def _bucket(kernel: Kernel, formats: list[Format], module: Any) -> tuple[str, str]:
+    """Bucket of a GEMM that runs, and why it is not the bucket before."""
+    if kernel.execution == "emulated":
+        return "emulated", kernel.reason
+    reasons = []
+    if any(f.family != "identity" for f in formats):
+        reasons.append("casts are plain torch, not one fused kernel")
+        if module.sequence_parallel:
+            reasons.append("sequence-parallel gather in high precision")
+    return ("unoptimized" if reasons else "fast"), "; ".join(reasons)
+
+
+def _saved_bytes(operands: GemmOperands, b: Format, site: Site, tokens: int) -> int:
+    """Bytes of the plane that forward saves for this backward GEMM: W.col or X.col."""
+    shape = {"dgrad": (site.k, site.n), "wgrad": (site.k, tokens)}.get(operands.gemm)
+    if shape is None or b.family == "user":
+        return 0
+    return b.empty(shape, torch.bfloat16, torch.device("meta")).nbytes
+
+
+def _wire_bytes(gemm: str, module: Any, site: Site, tokens: int) -> int:
+    """Bytes of BF16 that this rank receives for one GEMM's gather and reduction."""
+    ranks = collectives.group_size(module.quantization_group())
+    if ranks == 1:
+        return 0
+    share = 2 * tokens * (ranks - 1) // ranks  # one all-gather or reduce-scatter, per feature
+    column, sp = module.parallel_mode == "column", module.sequence_parallel
+    reduce = share if sp else 2 * share  # an all-reduce is a reduce-scatter and an all-gather
+    if column:
+        return {"fprop": share * site.k if sp else 0, "dgrad": reduce * site.k}.get(gemm, 0)
+    return {"fprop": reduce * site.n, "dgrad": share * site.n if sp else 0}.get(gemm, 0)
+
+
+def _bytes(count: int) -> str:
+    if count == 0:
+        return "–"
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def load_object(path: str, what: str) -> Callable:
+    """The object at "package.module:attribute"; ValueError naming ``what`` when there is none."""
+    import importlib
+
+    module, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{what}={path!r} cannot be imported ({error}); accepted: package.module:attribute, "
+            f"e.g. {what}=dist_finegrain.factories:mxfp8_factory"
+        ) from error

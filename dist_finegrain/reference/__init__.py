@@ -1,0 +1,1 @@
+"""Plain-torch oracle of every format: numerics.md, step by step, without any compiled code."""

@@ -1,0 +1,82 @@
+"""Quantizer roles: what a factory is told about the slot it answers for, and each module's slots."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+GemmName = Literal["fprop", "dgrad", "wgrad"]
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizerRole:
+    """Describes one quantizer slot.
+
+    module_type: "linear", "grouped_linear" or "dpa"; tensor_type: "input", "weight",
+    "grad_output" (attention: "qkv", "s", "do", "dp"); name: the module instance, e.g.
+    "decoder.39.fc2"; expert_index: global index of the expert inside a GroupedLinear.
+    Fields and vocabulary may grow: end a factory with a default for every other role.
+    """
+
+    module_type: str = ""
+    tensor_type: str = ""
+    name: str = ""
+    expert_index: int | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.module_type}|{self.tensor_type}|{self.name}"
+        return text if self.expert_index is None else f"{text}|{self.expert_index}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One call of the factory: its place in the module's list and the role it is asked with.
+
+    ``tensor_type`` repeats the role's, or names the boundary where the role is None.
+    """
+
+    direction: Literal["forward", "backward"]
+    position: int
+    tensor_type: str
+    role: QuantizerRole | None
+
+    def __str__(self) -> str:
+        return f"{self.direction} slot {self.position} ({self.tensor_type}, role {self.role})"
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmOperands:
+    """Which plane of which slot a GEMM reads, as A · Bᵀ."""
+
+    gemm: GemmName
+    a: str
+    a_direction: Literal["rowwise", "columnwise"]
+    b: str
+    b_direction: Literal["rowwise", "columnwise"]
+
+
+# fprop Y = X.row · W.rowᵀ,  dgrad dX = dY.row · W.colᵀ,  wgrad dW = dY.col · X.colᵀ
+LINEAR_GEMMS: tuple[GemmOperands, ...] = (
+    GemmOperands("fprop", "input", "rowwise", "weight", "rowwise"),
+    GemmOperands("dgrad", "grad_output", "rowwise", "weight", "columnwise"),
+    GemmOperands("wgrad", "grad_output", "columnwise", "input", "columnwise"),
+)
+
+
+def linear_slots(
+    name: str,
+    output_role: QuantizerRole | None = None,
+    grad_input_role: QuantizerRole | None = None,
+) -> tuple[Slot, ...]:
+    """Ordered slots of a Linear: input, weight, output boundary; grad_output, grad-input boundary."""
+
+    def role(tensor_type: str) -> QuantizerRole:
+        return QuantizerRole("linear", tensor_type, name)
+
+    return (
+        Slot("forward", 0, "input", role("input")),
+        Slot("forward", 1, "weight", role("weight")),
+        Slot("forward", 2, "output", output_role),
+        Slot("backward", 0, "grad_output", role("grad_output")),
+        Slot("backward", 1, "grad_input", grad_input_role),
+    )
