@@ -182,7 +182,8 @@ def _bucket(kernel: Kernel, formats: list[Format], module: Any) -> tuple[str, st
 def _saved_bytes(operands: GemmOperands, b: Format, site: Site, tokens: int) -> int:
     """Bytes of the plane that forward saves for this backward GEMM: W.col or X.col."""
     shape = {"dgrad": (site.k, site.n), "wgrad": (site.k, tokens)}.get(operands.gemm)
-    if shape is None or b.family == "user":
+    is_parameter = b.family == "identity" and operands.b == "weight"
+    if shape is None or is_parameter or b.family == "user":
         return 0
     return b.empty(shape, torch.bfloat16, torch.device("meta")).nbytes
 

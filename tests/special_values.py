@@ -29,15 +29,36 @@ def special_values(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     cases["zero_row"] = zero_row
     for name, value in NONFINITE.items():
         cases[name] = with_value(every_magnitude(4, 64, dtype, seed=2), value)
-        cases[f"only_{name}"] = torch.full((2, 64), value).to(dtype)
+        cases[f"only_{name}"] = _scalar(value, dtype).expand(2, 64).contiguous()
     return cases
 
 
 def with_value(x: torch.Tensor, value: float, at: tuple[int, int] = (1, 5)) -> torch.Tensor:
-    """A copy of ``x`` with one element replaced; a NaN keeps the sign that it is given."""
+    """A copy of ``x`` with one element replaced."""
     x = x.clone()
-    x[at] = torch.tensor(value, dtype=torch.float32).to(x.dtype)
+    x[at] = _scalar(value, x.dtype)
     return x
+
+
+def with_nonfinite(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """A copy of ``x`` with about one element in 100 replaced by NaN, -NaN, Inf or -Inf."""
+    generator = torch.Generator().manual_seed(seed)
+    which = torch.randint(0, 400, x.shape, generator=generator)
+    x = x.clone()
+    for index, value in enumerate(NONFINITE.values()):
+        x[which == index] = _scalar(value, x.dtype)
+    return x
+
+
+def _scalar(value: float, dtype: torch.dtype) -> torch.Tensor:
+    # Conversions may drop the sign of a NaN; a negation in the dtype itself sets it.
+    magnitude = torch.tensor(abs(value)).to(dtype)
+    return -magnitude if math.copysign(1, value) < 0 else magnitude
+
+
+def fp32_patterns(x: torch.Tensor) -> list:
+    """The values as unsigned FP32 bit patterns, in nested lists of ``x``'s shape."""
+    return (x.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF).tolist()
 
 
 def every_magnitude(

@@ -74,7 +74,7 @@ class _MeasuredFormat(_Float8Format):
         statistic: torch.Tensor | None = None,
         rounding: Rounding | None = None,
     ) -> Plane:
-        """``statistic``: what ``measure`` returns, or its maximum over ranks; None measures ``x``."""
+        """``statistic``: what ``measure`` gives, or its maximum over ranks; None measures ``x``."""
         amax = self.measure(x) if statistic is None else statistic
         options = {"epsilon": self.epsilon, "power_of_two": self.power_of_two}
         codes, decode_scale = reference.encode(x, amax, self.element, **options)

@@ -79,7 +79,8 @@ class Quantizer:
         twin.__dict__.update(self.__dict__)
         return twin
 
-    __copy__ = copy
+    def __copy__(self) -> Quantizer:
+        return self.copy()
 
     def usage(self, direction: Direction) -> bool:
         """Whether ``quantize`` produces the plane of this direction."""
@@ -102,6 +103,7 @@ class Quantizer:
         has another shape or format.
         """
         check_high_precision(tensor.dtype, "tensor")
+        check_high_precision(dtype or tensor.dtype, "the result")
         if out is not None:
             return self.update_quantized(tensor, out)
         if torch.is_grad_enabled() and tensor.requires_grad:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from . import hybrid, identity, user  # noqa: F401  (their classes register below)
+from . import float8, float8_block, hybrid, identity, mxfp8, nvfp4, user  # noqa: F401
 from .dtypes import DType
 from .plane import Format, Plane
 from .quantizer import Quantizer
@@ -16,6 +16,7 @@ from .requests import DelayedScalingRequest, FP8Format
 from .tensors import HybridQuantizedTensor, IdentityTensor, QuantizedTensor, rebuild_tensor
 
 
+# The modules above are imported for the classes that they define.
 def _with_subclasses(cls: type) -> list[type]:
     return [cls] + [found for sub in cls.__subclasses__() for found in _with_subclasses(sub)]
 

@@ -349,8 +349,8 @@ def rebuild_tensor(cls, shape, dtype, planes, quantizer, requires_grad, attribut
     """What a pickled quantized tensor is made from."""
     if not (isinstance(cls, type) and issubclass(cls, QuantizedTensor)):
         raise TypeError(f"a pickled quantized tensor names the class {cls!r}, which is none")
-    planes = (planes.get(direction) for direction in DIRECTIONS)
-    tensor = cls._make(shape, dtype, *planes, quantizer, requires_grad)
+    rowwise, columnwise = planes.get("rowwise"), planes.get("columnwise")
+    tensor = cls._make(shape, dtype, rowwise, columnwise, quantizer, requires_grad)
     tensor.__dict__.update(attributes)
     return tensor
 

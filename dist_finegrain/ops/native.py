@@ -62,11 +62,11 @@ def _per_row(plane: Plane) -> torch.Tensor:
 
 
 def block(a: Plane, b: Plane, out_dtype, bias, fast: bool) -> torch.Tensor:
-    """128-element blocks: 1×128 scales [Rp, ⌈C/128⌉] row-major in R, 128×128 [⌈R/128⌉, pad4]."""
+    """128-element blocks, 1×128 or 128×128, with FP32 scales."""
     return _call(
         a, b, _codes(a), _codes(b), out_dtype, bias,
         scale_a=_block_scales(a), scale_recipe_a=_block_recipe(a),
-        scale_b=_block_scales(b, transpose=True), scale_recipe_b=_block_recipe(b),
+        scale_b=_block_scales(b), scale_recipe_b=_block_recipe(b),
     )  # fmt: skip
 
 
@@ -75,11 +75,12 @@ def _block_recipe(plane: Plane) -> ScalingType:
     return ScalingType.BlockWise128x128 if two else ScalingType.BlockWise1x128
 
 
-def _block_scales(plane: Plane, transpose: bool = False) -> torch.Tensor:
-    """Views of the stored scales with the strides that scaled_mm asks of A, or of B."""
-    if plane.format.two_dimensional:
-        return plane.scales.t() if transpose else plane.scales
-    return plane.scales.t()  # [Rp, ⌈C/128⌉] with stride (1, Rp), for A and for B alike
+def _block_scales(plane: Plane) -> torch.Tensor:
+    """The stored scales as scaled_mm asks for them, of A and of B alike.
+
+    1×128: [Rp, ⌈C/128⌉] with stride (1, Rp); 128×128: [pad4(⌈C/128⌉), ⌈R/128⌉] with stride (1, pad4).
+    """
+    return plane.scales.t()
 
 
 def mxfp8(a: Plane, b: Plane, out_dtype, bias, fast: bool) -> torch.Tensor:

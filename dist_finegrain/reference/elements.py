@@ -39,7 +39,7 @@ def finite_part(x: torch.Tensor) -> torch.Tensor:
 
 
 def _range(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(smallest, largest) element as 0-d tensors, both NaN if there is one; zeros for no element."""
+    """(smallest, largest) element, 0-d, both NaN if there is one; zeros for no element."""
     if x.numel() == 0:
         return x.new_zeros(()), x.new_zeros(())
     # aminmax reads memory in logical order, so hand it the order in which a transpose lies.

@@ -1,6 +1,6 @@
 """FP8 with one FP32 scale per tensor (current, delayed) or per row of the plane.
 
-    s = fp8_max / max(amax, epsilon)        code = cast(x · s)        decoded = float(code) · (1 / s)
+    s = fp8_max / max(amax, epsilon)      code = cast(x · s)      decoded = float(code) · (1 / s)
 
 Legend: R rows, C contraction. ``element`` is "e4m3" or "e5m2"; codes are torch.uint8.
 """
@@ -35,9 +35,7 @@ def encode_delayed(
     return encode_with_scale(x, scale.reshape(-1, 1), element), reciprocal(scale)
 
 
-def decode(
-    codes: torch.Tensor, decode_scale: torch.Tensor | None, element: str
-) -> torch.Tensor:
+def decode(codes: torch.Tensor, decode_scale: torch.Tensor | None, element: str) -> torch.Tensor:
     """FP32 [R, C]; ``decode_scale`` [1] or [R] as ``encode`` gave it, None leaves it out."""
     values = decode_elements(codes, element)
     return values if decode_scale is None else values.mul_(decode_scale.reshape(-1, 1))

@@ -19,7 +19,7 @@ contiguous, and a columnwise plane, which is x.t(), already lies like that in me
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -36,7 +36,9 @@ _ONE_2688TH = float.fromhex("0x1.861862p-12")  # bits 39C30C31
 _SIGNED = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-Noise = Callable[[torch.Tensor], torch.Tensor]
+_PIECE_ELEMENTS = 1 << 17
+
+Noise = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def contraction_first(x: torch.Tensor) -> torch.Tensor:
@@ -81,9 +83,12 @@ def measure(
     x: torch.Tensor, *, rht: str | None = None, row_scaled: bool = False
 ) -> torch.Tensor:
     """amax over the finite values to encode of ``x`` [R, C]: FP32 [1], or [R] where row-scaled."""
-    if row_scaled:
-        return finite_amax(x, 1)
-    return finite_amax(x if rht is None else values_to_encode(contraction_first(x), rht))
+    if rht is None:
+        return finite_amax(x, 1 if row_scaled else None)
+    amax = torch.zeros(1, device=x.device)
+    for _, source in _pieces(x):
+        amax = torch.maximum(amax, finite_amax(values_to_encode(source, rht)))
+    return amax
 
 
 def encode(
@@ -97,37 +102,67 @@ def encode(
     """(packed codes uint8 [Rp, Cp/2], E4M3 scale bytes uint8 [Rp, Cp/16], g FP32 [1] or [Rp]).
 
     x: FP32, FP16 or BF16 [R, C], any strides. amax: what ``measure`` returns or more, FP32 [1] or
-    [R]. two_dimensional: one scale per 16×16, repeated for each row. noise: makes the random bits
-    (int32 [G, 16, Rp] below 2^16) of the untransformed source [G, 16, Rp] in ``x``'s dtype; None
-    rounds to nearest even. Padding is zero in all three results.
+    [R]. two_dimensional: one scale per 16×16, repeated for each row. noise: called with the source
+    [n, 16, Rp] in ``x``'s dtype, before any transform, and the contraction index of its first
+    element, makes the random bits, int32 [n, 16, Rp] below 2^16; None rounds to nearest even.
+    Padding is zero in all three results.
     """
-    rows = x.shape[0]
-    source = contraction_first(x)
-    values = values_to_encode(source, rht)
+    rows, contraction = x.shape
+    row_pad = -rows % ROW_MULTIPLE
+    if amax.numel() != 1 and row_pad:
+        amax = torch.nn.functional.pad(amax, (0, row_pad))
+    encode_scale = global_scale(amax)
+    extent = contraction + -contraction % CONTRACTION_MULTIPLE
+    packed, scales = (
+        torch.empty((rows + row_pad, extent // per), dtype=torch.uint8, device=x.device)
+        for per in (2, BLOCK)
+    )
+    for first, source in _pieces(x):
+        bits = None if noise is None else noise(source, first)
+        values = values_to_encode(source, rht)
+        codes, block_scales = _encode_groups(values, encode_scale, two_dimensional, bits)
+        last = first + BLOCK * len(source)
+        packed[:, first // 2 : last // 2] = codes.t()
+        scales[:, first // BLOCK : last // BLOCK] = block_scales.t()
+    scales[rows:] = 0  # a 16×16 tile reaches into the row padding
+    return packed, scales, amax * _ONE_2688TH
+
+
+def _pieces(x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """(contraction index, ``contraction_first`` part) of ``x``: pieces that stay in a CPU's cache."""
+    rows, contraction = x.shape
+    width = contraction
+    if x.device.type == "cpu":
+        width = _PIECE_ELEMENTS // max(rows, 1) // CONTRACTION_MULTIPLE * CONTRACTION_MULTIPLE
+    width = max(width, CONTRACTION_MULTIPLE)
+    for first in range(0, contraction, width):
+        yield first, contraction_first(x[:, first : first + width])
+
+
+def _encode_groups(
+    values: torch.Tensor,
+    encode_scale: torch.Tensor,
+    two_dimensional: bool,
+    bits: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(packed codes uint8 [8·n, R], scale bytes uint8 [n, R]) of FP32 [n, 16, R], overwritten."""
     block_amax = _block_amax(values, two_dimensional)
     is_bad = None
     # Only a CPU tensor is looked at; elsewhere that would be a host synchronisation.
-    if x.device.type != "cpu" or not block_amax.isfinite().all():
+    if values.device.type != "cpu" or not block_amax.isfinite().all():
         is_bad = ~block_amax.isfinite()
         values.masked_fill_(~values.isfinite(), 0.0)
         block_amax = _block_amax(values, two_dimensional)
-    if amax.numel() != 1 and source.shape[2] != rows:
-        amax = torch.nn.functional.pad(amax, (0, source.shape[2] - rows))
-    encode_scale = global_scale(amax)
     scales = scale_bytes(block_amax, encode_scale)
-    values.mul_(multiplier(scales, encode_scale)[:, None])
-    codes = e2m1_codes(values, None if noise is None else noise(source))
+    codes = e2m1_codes(values.mul_(multiplier(scales, encode_scale)[:, None]), bits)
     if is_bad is not None:
         scales.masked_fill_(is_bad, NAN_SCALE)
-    if two_dimensional:
-        scales[:, rows:] = 0  # a tile reaches into the row padding
-    packed = (codes[:, 0::2] | (codes[:, 1::2] << 4)).flatten(0, 1)
-    return packed.t().contiguous(), scales.t().contiguous(), amax * _ONE_2688TH
+    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).flatten(0, 1), scales
 
 
 def _block_amax(values: torch.Tensor, two_dimensional: bool) -> torch.Tensor:
     """max |values| of each block, FP32 [G, Rp], NaN and Inf included; a tile's for each row."""
-    amax = torch.maximum(values.amax(1), -values.amin(1))
+    amax = torch.maximum(values.amax(1).abs_(), values.amin(1).abs_())
     if two_dimensional:
         tiles = amax.unflatten(1, (amax.shape[1] // BLOCK, BLOCK)).amax(2)
         amax = tiles.repeat_interleave(BLOCK, 1)
@@ -168,10 +203,11 @@ def e2m1_codes(scaled: torch.Tensor, noise: torch.Tensor | None = None) -> torch
         code.add_(magic.bitwise_right_shift_(22)).sub_(254 + 44)
         return code.add_(sign).to(torch.uint8)
     # Below 1 the codes are 0.5 apart: v + 1 has that spacing in its top mantissa bit, as v above.
-    is_small = v < 1.0
-    u = v.add_(is_small.float()).view(torch.int32)
-    code = u.add_(noise, alpha=64).add_(32).bitwise_right_shift_(22).clamp_(max=7 + 252).sub_(252)
-    return code.add_(sign).to(torch.uint8).sub_(is_small.view(torch.uint8), alpha=2)
+    is_small = (v.view(torch.int32) - 0x3F800000).bitwise_right_shift_(31)  # -1 or 0
+    v.add_((is_small & 0x3F800000).view(torch.float32))
+    code = v.view(torch.int32).add_(noise, alpha=64).add_(32).bitwise_right_shift_(22)
+    code.clamp_(max=252 + 7).sub_(252).add_(is_small, alpha=2)
+    return code.add_(sign).to(torch.uint8)
 
 
 def decode(

@@ -1,9 +1,10 @@
 """Philox4x32-10 and the 16 random bits that stochastic rounding draws for each element.
 
     key     = (seed, stream)
-    counter = (j >> 3, i, step, h)          i plane row, j contraction index, both global
+    counter = (j >> 3, i, step, h)      i plane row, j contraction index, both global
     r       = (word[(j >> 1) & 3] >> 16·(j & 1)) & FFFF
-    h       = Σ_k p_k · P_k mod 2^32        over the 16 elements of the row's group, P_k = 9E3779B1^(k+1)
+    h       = Σ_k p_k · P_k mod 2^32    over the 16 elements of the plane row's group of 16:
+                                        p_k bit pattern, P_k = 9E3779B1^(k+1) mod 2^32
 
 The counter holds the content h instead of a call count: recomputation draws the same bits, other
 microbatches draw others, and no state is kept. torch's generators are not involved.
@@ -36,12 +37,13 @@ def philox4x32(
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # The product wraps to a negative int64; shift and mask still give its high and low words.
+        # Products wrap in int64. Their low words are left unmasked in c1 and c3, which are only
+        # combined by xor; c0 and c2, which are multiplied, must be in [0, 2^32).
         p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1 = ((p1 >> 32) ^ (c1 ^ k0)) & _MASK, p1 & _MASK
-        c2, c3 = ((p0 >> 32) ^ (c3 ^ k1)) & _MASK, p0 & _MASK
+        c0, c1 = ((p1 >> 32) ^ c1 ^ k0) & _MASK, p1
+        c2, c3 = ((p0 >> 32) ^ c3 ^ k1) & _MASK, p0
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
-    return c0, c1, c2, c3
+    return c0, c1 & _MASK, c2, c3 & _MASK
 
 
 def content_hash(source: torch.Tensor) -> torch.Tensor:

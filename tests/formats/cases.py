@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from dist_finegrain.formats.dtypes import DType
+from dist_finegrain.formats.float8 import (
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    Float8RowScalingQuantizer,
+)
+from dist_finegrain.formats.float8_block import Float8BlockQuantizer
 from dist_finegrain.formats.hybrid import HybridQuantizer
 from dist_finegrain.formats.identity import IdentityQuantizer
+from dist_finegrain.formats.mxfp8 import MXFP8Quantizer
+from dist_finegrain.formats.nvfp4 import NVFP4Quantizer
 from dist_finegrain.formats.plane import DIRECTIONS, Plane
 from dist_finegrain.formats.quantizer import Quantizer
 from dist_finegrain.formats.tensors import QuantizedTensor
 
 from .user_quantizers import Int8Quantizer
 
-# Name → a fresh quantizer with a format of one kind.
+E4M3, E5M2 = DType.kFloat8E4M3, DType.kFloat8E5M2
+
+
+def delayed() -> Float8Quantizer:
+    return Float8Quantizer(torch.full((1,), 3.0), torch.zeros(1), E4M3)
+
+
+# Name → a fresh quantizer; every format that a plane can have.
 PLAIN = {
     "identity": IdentityQuantizer,
     "identity_bf16": lambda: IdentityQuantizer(dtype=torch.bfloat16),
     "user": Int8Quantizer,
+    "delayed": delayed,
+    "current": lambda: Float8CurrentScalingQuantizer(E4M3),
+    "current_pow2": lambda: Float8CurrentScalingQuantizer(E5M2, force_pow_2_scales=True),
+    "row": lambda: Float8RowScalingQuantizer(E4M3),
+    "block_1d": lambda: Float8BlockQuantizer(E4M3, block_scaling_dim=1),
+    "block_2d": lambda: Float8BlockQuantizer(E4M3, block_scaling_dim=2),
+    "mxfp8": lambda: MXFP8Quantizer(E4M3),
+    "mxfp8_2d": lambda: MXFP8Quantizer(E4M3, with_2d_quantization=True),
+    "nvfp4": NVFP4Quantizer,
+    "nvfp4_2d": lambda: NVFP4Quantizer(with_2d_quantization=True),
+    "nvfp4_rht": lambda: NVFP4Quantizer(with_rht=True),
+    "nvfp4_rht_sr": lambda: NVFP4Quantizer(with_rht=True, stochastic_rounding=True),
+    "nvfp4_row": lambda: NVFP4Quantizer(row_scaled_nvfp4=True),
 }
 SOURCES = ("original", "rowwise_dequantized")
 
@@ -29,21 +60,19 @@ def hybrid(row: str, column: str, source: str = "original") -> HybridQuantizer:
     )
 
 
-def every_quantizer() -> dict:
-    """Name → a fresh quantizer: each format alone, beside each of two others, from each source."""
-    makers = dict(PLAIN)
-    for name in PLAIN:
-        for row, column in ((name, "user"), ("user", name), (name, "identity")):
-            for source in SOURCES:
-                makers[f"{row}|{column}|{source}"] = _hybrid_maker(row, column, source)
-    return makers
+def _some_hybrids() -> list[tuple[str, str, str]]:
+    """(row, column, source): each format as row child and as column child, from each source."""
+    names = list(PLAIN)
+    return [
+        (row, names[index - distance], source)
+        for distance, source in zip((2, 5), SOURCES, strict=True)
+        for index, row in enumerate(names)
+    ]
 
 
-def _hybrid_maker(row: str, column: str, source: str):
-    return lambda: hybrid(row, column, source)
-
-
-EVERY = every_quantizer()
+HYBRIDS = _some_hybrids()
+# Name → a fresh quantizer.
+EVERY = PLAIN | {"|".join(case): functools.partial(hybrid, *case) for case in HYBRIDS}
 
 
 def sample(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -54,7 +83,7 @@ def sample(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> t
 def part_bytes(plane: Plane) -> list[bytes | None]:
     """The buffers of a plane as bytes, row-major: equal bytes are equal NaNs too."""
     return [
-        None if p is None else p.contiguous().view(torch.uint8).numpy().tobytes()
+        None if p is None else p.contiguous().flatten().view(torch.uint8).numpy().tobytes()
         for p in plane.parts
     ]
 

@@ -79,9 +79,7 @@ def float32_division(a: int, b: int) -> int:
     return binary32(a << UNIT, b)
 
 
-def scale_from_amax(
-    amax: int, element: str, epsilon: int = 0, power_of_two: bool = False
-) -> int:
+def scale_from_amax(amax: int, element: str, epsilon: int = 0, power_of_two: bool = False) -> int:
     """Encode scale of a finite amax; all in units."""
     amax = max(amax, epsilon)
     scale = 1 << UNIT

@@ -1,0 +1,52 @@
+"""Options, skips and limits that hold for every test."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+
+import pytest
+import torch
+
+_LIMIT_SECONDS = {"fast": 120, "slow": 1500}
+_GRACE_SECONDS = 60
+
+
+def pytest_addoption(parser):
+    parser.addoption("--run-slow", action="store_true", help="also run tests marked slow")
+
+
+def pytest_configure(config):
+    # Tests choose their execution themselves; the caller's would change what they mean.
+    os.environ.pop("DIST_FINEGRAIN_EXECUTION", None)
+    torch.set_num_threads(1)  # small tensors, and ranks in subprocesses need the cores
+
+
+def pytest_collection_modifyitems(config, items):
+    slow = pytest.mark.skip(reason="slow; run with --run-slow")
+    gpu = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "slow" in item.keywords and not config.getoption("--run-slow"):
+            item.add_marker(slow)
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(gpu)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Fail a test that runs too long; one stuck in C code ends the whole run with a traceback."""
+    limit = _LIMIT_SECONDS["slow" if "slow" in item.keywords else "fast"]
+
+    def expire(signum, frame):
+        pytest.fail(f"not finished after {limit} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.alarm(limit)
+    faulthandler.dump_traceback_later(limit + _GRACE_SECONDS, exit=True)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
