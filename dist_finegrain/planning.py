@@ -152,6 +152,11 @@ def _row(
         kernel = choose_kernel(operands, quantizers, site, recipe.resolved_execution)
         bucket, reason = _bucket(kernel, formats, module)
         name = kernel.name
+        if operands.gemm in recipe.fast_accumulation and kernel.execution == "native":
+            if kernel.has_fast:
+                name += ", fast accumulation"
+            elif formats[0].family != "identity":
+                reason += "; no fast accumulation in this kernel"
     except PairRefused as refusal:
         bucket, name, reason = "rejected", "–", str(refusal)
     return PlanRow(

@@ -32,7 +32,7 @@ def test_plan_tables_are_those_of_plan():
     assert between(README.read_text(), "plan") == plan_block()
 
 
-def test_example_runs_as_printed():
+def test_example_runs_as_printed(monkeypatch):
     text = README.read_text()
     example = next(b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "demo" in b)
     model = torch.nn.Sequential(
@@ -41,13 +41,8 @@ def test_example_runs_as_printed():
     inputs = torch.randn(16, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model[0].weight.detach().clone()
-    import os
-
-    os.environ["DIST_FINEGRAIN_EXECUTION"] = "emulate"
-    try:
-        exec(example, {"model": model, "inputs": inputs, "optimizer": optimizer})
-    finally:
-        del os.environ["DIST_FINEGRAIN_EXECUTION"]
+    monkeypatch.setenv("DIST_FINEGRAIN_EXECUTION", "emulate")
+    exec(example, {"model": model, "inputs": inputs, "optimizer": optimizer})
     assert not torch.equal(before, model[0].weight)
 
 

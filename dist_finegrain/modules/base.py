@@ -10,6 +10,7 @@ import collections
 import copy
 import dataclasses
 import itertools
+import logging
 import warnings
 import zlib
 from typing import Any
@@ -28,6 +29,8 @@ from ..ops.gemm import Kernel, device_kind, select
 from ..recipe import CustomRecipe
 from ..resolution import Site, ask_factory, choose_kernel, describe_slots
 from ..roles import LINEAR_GEMMS, QuantizerRole, Slot
+
+logger = logging.getLogger("dist_finegrain")
 
 _KEPT_BINDINGS = 4
 _FORWARDS_BEFORE_WARNING = 64
@@ -210,6 +213,7 @@ class QuantizedModule(torch.nn.Module):
             return quantizers, kernels, describe_slots(slots, quantizers)
 
         quantizers, kernels = _resolved_alike(resolve, site, group, device)
+        _log_first_emulation(site, kernels)
         binding.quantizers.update(quantizers)
         binding.kernels.update(kernels)
         binding.delayed += delayed
@@ -316,6 +320,18 @@ def _warn_never_ending_step() -> None:
             "dist_finegrain.end_step() yourself.",
             stacklevel=4,
         )
+
+
+_logged_emulation = False
+
+
+def _log_first_emulation(site: Site, kernels: dict[str, Kernel]) -> None:
+    """One line per run, when the first module gets a GEMM that was asked to be emulated."""
+    global _logged_emulation
+    count = sum(kernel.execution == "emulated" for kernel in kernels.values())
+    if count and not _logged_emulation:
+        _logged_emulation = True
+        logger.warning("%d GEMMs of %s run in exact emulation; see plan()", count, site)
 
 
 def _resolved_alike(resolve, site: Site, group: Any, device: torch.device):

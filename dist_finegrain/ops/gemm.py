@@ -24,12 +24,16 @@ DEVICES = ("cpu", "sm_90", "sm_100")
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One way to run a GEMM. ``execution``: "native" or "emulated"; ``reason``: why not native."""
+    """One way to run a GEMM.
+
+    execution: "native" or "emulated"; reason: why not native; has_fast: offers fast accumulation.
+    """
 
     name: str
     execution: str
     run: Callable[..., torch.Tensor]
     reason: str = ""
+    has_fast: bool = False
 
 
 class PairRefused(ValueError):
@@ -45,11 +49,12 @@ class _Native:
     devices: tuple[str, ...]
     multiple: int = 16
     e4m3_only: bool = False
+    has_fast: bool = False
 
 
 _IDENTITY = Kernel("mm", "native", identity_gemm)
-_TENSOR = _Native("scaled_mm tensorwise", native.tensorwise, ("sm_90", "sm_100"))
-_ROW = _Native("scaled_mm rowwise", native.rowwise, ("sm_90", "sm_100"))
+_TENSOR = _Native("scaled_mm tensorwise", native.tensorwise, ("sm_90", "sm_100"), has_fast=True)
+_ROW = _Native("scaled_mm rowwise", native.rowwise, ("sm_90", "sm_100"), has_fast=True)
 _BLOCK = _Native("scaled_mm 128-block", native.block, ("sm_90",), e4m3_only=True)
 _MXFP8 = _Native("scaled_mm mxfp8", native.mxfp8, ("sm_100",), multiple=32, e4m3_only=True)
 _NVFP4 = _Native("scaled_mm nvfp4", native.nvfp4, ("sm_100",), multiple=32)
@@ -107,7 +112,7 @@ def select(
     reason = _why_not_native(a, b, device, k, n)
     if not reason and execution != "reference":
         found = NATIVE[scale_kind(a), scale_kind(b)]
-        return Kernel(found.name, "native", found.run)
+        return Kernel(found.name, "native", found.run, has_fast=found.has_fast)
     if execution == "native":
         raise PairRefused(
             f"{reason}; ways out: execution='emulate' (or DIST_FINEGRAIN_EXECUTION=emulate) runs it "
@@ -200,4 +205,4 @@ def gemm(
     if 0 in (a.shape[0], a.shape[1], b.shape[0]):
         result = torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.parts[0].device)
         return result if bias is None else result + bias.to(out_dtype)
-    return kernel.run(a, b, out_dtype, bias, fast)
+    return kernel.run(a, b, out_dtype, bias, fast and kernel.has_fast)

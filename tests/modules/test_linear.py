@@ -530,6 +530,16 @@ def test_torch_autocast_casts_and_keeps_gradient_dtypes():
     assert torch.equal(y, wanted[0]) and torch.equal(dw.bfloat16(), wanted[2])
 
 
+def test_first_emulated_gemm_is_logged_once(monkeypatch, caplog):
+    from dist_finegrain.modules import base
+
+    monkeypatch.setattr(base, "_logged_emulation", False)
+    for _ in range(2):
+        run(make(), torch.randn(4, 96), emulated(PLAIN["mxfp8"]))
+    lines = [r.getMessage() for r in caplog.records if "emulation" in r.getMessage()]
+    assert lines == ["1 GEMMs of module 'demo.fc1' run in exact emulation; see plan()"]
+
+
 def test_return_bias_leaves_the_bias_out():
     module, x = make(return_bias=True), torch.randn(4, 96)
     y, bias = module(x)
