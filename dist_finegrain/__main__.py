@@ -1,4 +1,4 @@
-"""Command line: ``python -m dist_finegrain plan --model pkg.mod:build --recipe pkg.mod:factory``."""
+"""Command line, e.g. ``python -m dist_finegrain plan --model pkg.mod:build --recipe pkg.mod:f``."""
 
 from __future__ import annotations
 

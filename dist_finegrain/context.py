@@ -86,7 +86,7 @@ class autocast:
         if recipe is None:
             raise ValueError(
                 "autocast(enabled=True) got recipe=None outside of any other autocast; "
-                "e.g. autocast(recipe=CustomRecipe(qfactory=dist_finegrain.factories.mxfp8_factory))"
+                "e.g. autocast(recipe=CustomRecipe(dist_finegrain.factories.mxfp8_factory))"
             )
         token = outer.token if recipe is outer.recipe else recipe_token(recipe)
         group = self.amax_reduction_group or outer.amax_reduction_group

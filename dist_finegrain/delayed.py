@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from .distributed import collectives
+from .formats.dtypes import DType
 from .formats.float8 import Float8Quantizer
 from .formats.requests import DelayedScalingRequest
+from .reference.elements import FLT_MAX, FP8_MAX
 
-FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
-FLT_MAX = torch.finfo(torch.float32).max
 _NOT_RUN = -1.0
 _incarnations = itertools.count(1)
 
@@ -54,7 +54,7 @@ class DelayedSlot:
 
     def quantizer(self) -> Float8Quantizer:
         """A quantizer that reads this slot's scale and records into its pending amax."""
-        return Float8Quantizer(self.scale, self.pending, torch_dtype(self.element))
+        return Float8Quantizer(self.scale, self.pending, DType(self.element))
 
     def to(self, device: torch.device) -> None:
         """Move the state; quantizers made earlier keep the old tensors and must be rebuilt."""
@@ -88,11 +88,6 @@ class DelayedSlot:
         return twin
 
 
-def torch_dtype(element: str) -> torch.dtype:
-    """torch's dtype of an FP8 element name."""
-    return {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[element]
-
-
 def update_slots(slots: list[DelayedSlot]) -> None:
     """Reduce the pending amaxes per group and update every slot that ran on some rank."""
     groups: dict[Any, list[DelayedSlot]] = {}
@@ -124,7 +119,9 @@ def _update(slot: DelayedSlot) -> None:
     ran = slot.pending >= 0
     rolled = torch.cat((slot.history[1:], slot.pending))
     history = torch.where(ran, rolled, slot.history)
-    amax = history.amax(0, keepdim=True) if slot.request.amax_compute_algo == "max" else history[-1:]
+    amax = (
+        history.amax(0, keepdim=True) if slot.request.amax_compute_algo == "max" else history[-1:]
+    )
     fp8_max = torch.full_like(amax, FP8_MAX[slot.element])
     scale = fp8_max / amax / 2.0**slot.request.margin
     scale = torch.where(scale.isinf(), torch.full_like(scale, FLT_MAX), scale)

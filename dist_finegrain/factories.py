@@ -93,8 +93,11 @@ def nvfp4_factory(
     disable_stochastic_rounding: bool = False,
     disable_2d_quantization: bool = False,
 ) -> NVFP4Quantizer:
-    """NVFP4: 16×16 blocks for weights, RHT on the columnwise planes of input and grad_output,
-    stochastic rounding on grad_output."""
+    """NVFP4 as it is trained with: each of its three aids can be switched off.
+
+    Weights get 16×16 blocks, the columnwise planes of input and grad_output the random Hadamard
+    transform, grad_output stochastic rounding.
+    """
     tensor_type = _tensor_type(role)
     with_rht = tensor_type in ("input", "grad_output") and not disable_rht
     return NVFP4Quantizer(

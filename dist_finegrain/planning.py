@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .distributed import collectives
+from .formats.dtypes import DType
 from .formats.float8 import Float8Quantizer
 from .formats.plane import Format
 from .formats.quantizer import Quantizer
@@ -71,11 +72,15 @@ class Plan:
             table.append((row.module, row.gemm, pair, row.bucket, row.kernel, *sizes, row.reason))
         widths = [max(len(line[i]) for line in table) for i in range(len(header) - 1)]
         lines = [
-            "  ".join([*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]]).rstrip()
+            "  ".join(
+                [*(c.ljust(w) for c, w in zip(line, widths, strict=False)), line[-1]]
+            ).rstrip()
             for line in table
         ]
         counts = ", ".join(f"{n} {bucket}" for bucket, n in self.counts().items() if n)
-        title = f"plan for {self.device}, execution={self.execution}, {self.tokens} tokens: {counts}"
+        title = (
+            f"plan for {self.device}, execution={self.execution}, {self.tokens} tokens: {counts}"
+        )
         return "\n".join([title, *lines])
 
 
@@ -126,9 +131,7 @@ def _module_rows(
 
     def unbound(slot, child, request) -> Quantizer:
         element = request.element(forward=slot.direction == "forward")
-        one = torch.ones(1)
-        dtype = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[element]
-        return Float8Quantizer(one, one.clone(), dtype)
+        return Float8Quantizer(torch.ones(1), torch.zeros(1), DType(element))
 
     quantizers = ask_factory(recipe, slots, site, unbound)
     return [

@@ -1,4 +1,4 @@
-"""Quantizer roles: what a factory is told about the slot it answers for, and each module's slots."""
+"""Quantizer roles: what a factory is told about a slot; the slots of each module type."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def linear_slots(
     output_role: QuantizerRole | None = None,
     grad_input_role: QuantizerRole | None = None,
 ) -> tuple[Slot, ...]:
-    """Ordered slots of a Linear: input, weight, output boundary; grad_output, grad-input boundary."""
+    """Slots of a Linear in order: input, weight, output boundary; grad_output, grad-input."""
 
     def role(tensor_type: str) -> QuantizerRole:
         return QuantizerRole("linear", tensor_type, name)

@@ -28,7 +28,7 @@ def region_of(gemm: str, side: int, mode: str, rank: int, ranks: int) -> Region:
 
 
 def planes_differ(shard: Plane, whole: Plane, region: Region) -> str:
-    """"" when codes and scales of ``shard`` are those of its region of ``whole``; else what differs."""
+    """What differs between ``shard`` and its region of ``whole``; empty when nothing does."""
     rows, contraction = whole.shape
     r0, r1 = _bounds(rows, region[0])
     c0, c1 = _bounds(contraction, region[1])

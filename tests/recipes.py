@@ -72,9 +72,7 @@ def delayed_children(role):
 
 def same_format_hybrid(role, *, factory):
     """``factory``'s quantizer for both directions, as two children of a hybrid."""
-    return dfg.HybridQuantizer(
-        rowwise_quantizer=factory(role), columnwise_quantizer=factory(role)
-    )
+    return dfg.HybridQuantizer(rowwise_quantizer=factory(role), columnwise_quantizer=factory(role))
 
 
 PLAIN = {

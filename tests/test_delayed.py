@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dist_finegrain as dfg
-from dist_finegrain import delayed, factories, stepping
+from dist_finegrain import factories, stepping
 from dist_finegrain.delayed import DelayedSlot, update_slots
 from dist_finegrain.formats.requests import DelayedScalingRequest
 from tests.recipes import emulated
@@ -150,10 +150,3 @@ def test_scales_converge_to_the_data_and_error_is_that_of_the_format():
         y = module(x)
     wanted = x @ module.weight.t()
     assert (y - wanted).norm() / wanted.norm() < 0.06
-
-
-def test_unfused_limits_are_those_of_the_format():
-    assert delayed.FP8_MAX == {
-        "e4m3": torch.finfo(torch.float8_e4m3fn).max,
-        "e5m2": torch.finfo(torch.float8_e5m2).max,
-    }

@@ -24,7 +24,9 @@ def plan_block() -> str:
 
 
 def between(text: str, name: str) -> str:
-    return re.search(f"<!-- {name}:begin -->\n(.*?)\n?<!-- {name}:end -->", text, re.DOTALL).group(1)
+    return re.search(f"<!-- {name}:begin -->\n(.*?)\n?<!-- {name}:end -->", text, re.DOTALL).group(
+        1
+    )
 
 
 def test_plan_tables_are_those_of_plan():

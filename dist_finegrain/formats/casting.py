@@ -92,9 +92,7 @@ class _Measured:
 
     def encode(self) -> None:
         rounding = self.job.rounding.get(self.direction)
-        self.job.planes[self.direction] = self.format.encode(
-            self.source, self.statistic, rounding
-        )
+        self.job.planes[self.direction] = self.format.encode(self.source, self.statistic, rounding)
 
 
 def _encode_all(measured: list[_Measured], reduce_max) -> None:

@@ -84,6 +84,7 @@ class NVFP4Format(Format):
             self.measure(x) if statistic is None else statistic,
             two_dimensional=self.two_dimensional,
             rht=self.rht,
+            row_scaled=self.row_scaled,
             noise=_noise(rounding or Rounding()) if self.stochastic else None,
         )
         return Plane(self, tuple(x.shape), x.dtype, parts)

@@ -1,6 +1,6 @@
 """A plane: one quantized representation of a matrix, for one operand of one GEMM.
 
-Legend: R rows of the plane, C its contraction dimension (always last), Rp and Cp the stored extents.
+Legend: R rows of the plane, C its contraction dimension (always last), Rp and Cp as stored.
 The rowwise plane of X [M, K] has (R, C) = (M, K); the columnwise plane has (K, M): it is the
 rowwise plane of X transposed, so that every GEMM of the project is C = A · Bᵀ of two planes.
 """
@@ -126,7 +126,7 @@ class Plane:
         return sum(p.numel() * p.element_size() for p in self.parts if p is not None)
 
     def decode(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values [R, C] in ``dtype`` (default: the source's), rounded nearest-even, saturated."""
+        """The values [R, C] in ``dtype`` (default: the source's), nearest-even, saturated."""
         return saturating_to(self.format.decode(self), dtype or self.dtype)
 
     def map(self, function) -> Plane:

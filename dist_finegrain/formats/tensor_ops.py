@@ -116,7 +116,4 @@ def _on_values(func, args, kwargs):
     result = func(*args, **kwargs)
     for tensor, dequantized in values_of_written:
         tensor.quantize_(dequantized)
-    if not values_of_written:
-        return result
-    tensor_of = {id(dequantized): tensor for tensor, dequantized in values_of_written}
-    return tree_map(lambda item: tensor_of.get(id(item), item), result)
+    return result  # of an in-place operator torch itself returns the tensor written to

@@ -231,8 +231,6 @@ class QuantizedTensor(DispatchingTensor):
         return {k: v for k, v in self.__dict__.items() if k not in _OWN_ATTRIBUTES}
 
     def __deepcopy__(self, memo: dict) -> QuantizedTensor:
-        if id(self) in memo:
-            return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError(
                 "only leaf tensors can be deep-copied; use detach() on this quantized tensor first"
@@ -382,11 +380,8 @@ def write_plane(target: Plane, source: Plane, noop_flag: torch.Tensor | None = N
     for old, new in pairs:
         if old is None:
             continue
-        new = new.to(old.device, old.dtype)
         if noop_flag is not None:
-            if old.element_size() == 1:  # torch.where knows no 8-bit floats
-                old, new = old.view(torch.uint8), new.view(torch.uint8)
-            new = torch.where(noop_flag.to(old.device) != 0, old, new)
+            new = torch.where(noop_flag.to(old.device) != 0, old, new.to(old.device))
         old.copy_(new)
     if noop_flag is None:
         target.format = source.format  # a user's format may carry what decode() needs

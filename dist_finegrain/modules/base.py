@@ -72,9 +72,7 @@ def _high_precision_binding() -> Binding:
     identity = IdentityQuantizer()
     types = ("input", "weight", "output", "grad_output", "grad_input")
     pair = identity.plane_format("rowwise")
-    kernels = {
-        g.gemm: select(g.gemm, pair, pair, "cpu", "native", k=1, n=1) for g in LINEAR_GEMMS
-    }
+    kernels = {g.gemm: select(g.gemm, pair, pair, "cpu", "native", k=1, n=1) for g in LINEAR_GEMMS}
     return Binding(None, dict.fromkeys(types, identity), kernels, has_backward=True)
 
 
@@ -122,7 +120,7 @@ class QuantizedModule(torch.nn.Module):
 
     @property
     def grad_input_quantizer_role(self) -> QuantizerRole | None:
-        """Role with which the factory is asked for the grad-input boundary slot; None by default."""
+        """Role with which the factory is asked for the grad-input boundary slot; default None."""
         return self._grad_input_role
 
     @grad_input_quantizer_role.setter
@@ -248,12 +246,13 @@ class QuantizedModule(torch.nn.Module):
         if missing:
             raise ValueError(
                 f"amax_reduction_group has ranks {collectives.group_ranks(group)}, but the "
-                f"tensor-parallel group of module {self.name!r} has {collectives.group_ranks(own)}; "
-                "it must contain them all, e.g. amax_reduction_group=None"
+                f"tensor-parallel group of module {self.name!r} has "
+                f"{collectives.group_ranks(own)}; it must contain them all, "
+                "e.g. amax_reduction_group=None"
             )
         if not request.reduce_amax:
             raise ValueError(
-                f"reduce_amax=False in a group of {collectives.group_size(group)} ranks; the ranks' "
+                f"reduce_amax=False in a group of {collectives.group_size(group)} ranks; their "
                 "scales would differ; accepted: reduce_amax=True"
             )
         if not self.name:

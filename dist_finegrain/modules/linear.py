@@ -44,11 +44,12 @@ class Linear(QuantizedModule):
     ("query_", "key_", "value_"); the parameters are then ``query_weight`` and so on.
     delay_wgrad_compute: dW is computed by ``backward_dw()`` instead of in backward.
     save_original_input: save x itself instead of its columnwise plane, which backward then makes.
-    ub_overlap_*, ub_name, symmetric_ar_type: Userbuffers and symmetric memory; refused unless default.
+    ub_overlap_*, ub_name, symmetric_ar_type: refused unless default.
     name: this instance's name in ``role.name``, e.g. "decoder.3.fc2".
 
     forward: x [..., in_features] (row mode: in/tp) in float32, float16 or bfloat16; outside of
-    torch.autocast its dtype must be the parameters'. Returns y [..., out_features] (column: out/tp).
+    torch.autocast its dtype must be the parameters'. Returns y [..., out_features], out/tp in
+    column mode.
 
     Raises ValueError / TypeError naming the argument, what was got, what is accepted and a valid
     value, before any launch, collective or state change.
@@ -89,8 +90,8 @@ class Linear(QuantizedModule):
         if tp_mesh is not None:
             if tp_group is not None or tp_mesh.ndim != 1:
                 raise ValueError(
-                    f"tp_mesh has {tp_mesh.ndim} dimensions and tp_group is {tp_group}; accepted: a "
-                    "1-D mesh without tp_group, e.g. tp_mesh=mesh['tp']"
+                    f"tp_mesh has {tp_mesh.ndim} dimensions and tp_group is {tp_group}; accepted: "
+                    "a 1-D mesh without tp_group, e.g. tp_mesh=mesh['tp']"
                 )
             tp_group = tp_mesh.get_group()
         if tp_group is not None:
@@ -124,8 +125,8 @@ class Linear(QuantizedModule):
         self._weight_names = self._split_sizes(parameters_split)
         if parameters_split is not None and fuse_wgrad_accumulation | delay_wgrad_compute:
             raise ValueError(
-                "parameters_split with fuse_wgrad_accumulation or delay_wgrad_compute: the gradient "
-                "of several parameters comes from one GEMM; accepted: parameters_split=None"
+                "parameters_split with fuse_wgrad_accumulation or delay_wgrad_compute: one GEMM "
+                "gives the gradient of several parameters; accepted: parameters_split=None"
             )
         if tp_mesh is not None and fuse_wgrad_accumulation:
             raise ValueError(
@@ -151,7 +152,7 @@ class Linear(QuantizedModule):
             return {"": self.local_out_features}
         if not isinstance(split, dict):
             share = self.out_features // max(len(split), 1)
-            split = {prefix: share for prefix in split}
+            split = dict.fromkeys(split, share)
         ranks = self.tp_size if self.parallel_mode == "column" else 1
         if sum(split.values()) != self.out_features or any(n % ranks for n in split.values()):
             raise ValueError(
@@ -401,6 +402,6 @@ def _refuse_unsupported(ub_options: dict, ub_name: str | None, symmetric_ar_type
         if not name.startswith("ub_") and name != "symmetric_ar_type":
             raise TypeError(f"Linear got an unexpected keyword argument {name!r}")
         if value not in (None, False):
-            raise ValueError(f"{name}={value!r} is not supported; accepted: the default, {name}=None")
+            raise ValueError(f"{name}={value!r} is not supported; accepted: {name}=None")
     if ub_name is not None:
         raise ValueError(f"ub_name={ub_name!r} is not supported; accepted: ub_name=None")

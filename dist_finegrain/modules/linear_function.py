@@ -6,9 +6,9 @@ Legend: M tokens, K in_features, N out_features; K or N is divided by tp where i
     dgrad  dX = dY.row · W.colᵀ      [M, N] · [K, N]ᵀ
     wgrad  dW = dY.col · X.colᵀ      [N, M] · [K, M]ᵀ
 
-    parallel_mode    X before fprop        Y after fprop            dY before dgrad       dX after dgrad
-    column           gather rows if SP     –                        –                     sum (SP: scatter)
-    row              –                     sum (SP: scatter)        gather rows if SP     –
+    parallel_mode  X before fprop      Y after fprop        dY before dgrad     dX after dgrad
+    column         gather rows if SP   –                    –                   sum (SP: scatter)
+    row            –                   sum (SP: scatter)    gather rows if SP   –
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ class LinearCall:
     def gathers_grad_output(self) -> bool:
         return self.parallel_mode == "row" and self.sequence_parallel
 
-    def job(
-        self, tensor_type: str, x: torch.Tensor, rowwise: bool, columnwise: bool
-    ) -> CastJob:
+    def job(self, tensor_type: str, x: torch.Tensor, rowwise: bool, columnwise: bool) -> CastJob:
         """The cast of one operand, with its scale group and the place of this rank's shard.
 
         Other ranks hold pieces of: W in both modes, dY in column, X in row (contracts.md, "Scale

@@ -1,6 +1,7 @@
-"""The dispatch table: (format of A, format of B, device) → kernel, or the reason why there is none.
+"""The dispatch table: (format of A, format of B, device) → kernel, or the reason why not.
 
-Every GEMM of the project is C = A · Bᵀ of two planes. ``select`` decides at build time; ``gemm`` runs.
+Every GEMM of the project is C = A · Bᵀ of two planes; ``select`` decides at build time, ``gemm``
+runs.
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ def select(
         return Kernel(found.name, "native", found.run, has_fast=found.has_fast)
     if execution == "native":
         raise PairRefused(
-            f"{reason}; ways out: execution='emulate' (or DIST_FINEGRAIN_EXECUTION=emulate) runs it "
-            f"exactly but without tensor-core speed, or {_native_on(device)}"
+            f"{reason}; ways out: execution='emulate' (or DIST_FINEGRAIN_EXECUTION=emulate) runs "
+            f"it exactly but without tensor-core speed, or {_native_on(device)}"
         )
     note = f" ({emulation_note(a, b)})" if device != "cpu" else ""
     return Kernel(
@@ -134,8 +135,9 @@ def _check_family(gemm: str, a: Format, b: Format) -> None:
         )
     if a.rht != b.rht:
         raise PairRefused(
-            f"one operand has RHT {a.rht or 'off'}, the other {b.rht or 'off'}; the random Hadamard "
-            "transform cancels only when both have it, e.g. with_rht=True for input and grad_output"
+            f"one operand has RHT {a.rht or 'off'}, the other {b.rht or 'off'}; the random "
+            "Hadamard transform cancels only when both have it, e.g. with_rht=True for input and "
+            "grad_output"
         )
     if a.family == "identity" and a.dtype != b.dtype:
         raise PairRefused(

@@ -16,7 +16,7 @@ from ..formats.plane import Plane, saturating_to
 def identity_gemm(
     a: Plane, b: Plane, out_dtype: torch.dtype, bias: torch.Tensor | None, fast: bool
 ) -> torch.Tensor:
-    """The plain product of two Identity planes; bit-equal to torch.nn.Linear's where dtypes agree."""
+    """The product of two Identity planes; bit-equal to torch.nn.Linear's where dtypes agree."""
     left, right = a.codes, b.codes
     if left.dtype == out_dtype:
         return torch.nn.functional.linear(left, right, bias)

@@ -78,7 +78,7 @@ def _block_recipe(plane: Plane) -> ScalingType:
 def _block_scales(plane: Plane) -> torch.Tensor:
     """The stored scales as scaled_mm asks for them, of A and of B alike.
 
-    1×128: [Rp, ⌈C/128⌉] with stride (1, Rp); 128×128: [pad4(⌈C/128⌉), ⌈R/128⌉] with stride (1, pad4).
+    1×128: [Rp, ⌈C/128⌉], stride (1, Rp); 128×128: [pad4(⌈C/128⌉), ⌈R/128⌉], stride (1, pad4).
     """
     return plane.scales.t()
 
@@ -95,7 +95,7 @@ def mxfp8(a: Plane, b: Plane, out_dtype, bias, fast: bool) -> torch.Tensor:
 
 
 def nvfp4(a: Plane, b: Plane, out_dtype, bias, fast: bool) -> torch.Tensor:
-    """E4M3 scales in 128×4-swizzled tiles and one FP32 g per operand (sm_100; not run on hardware)."""
+    """E4M3 scales in 128×4-swizzled tiles, one FP32 g per operand (sm_100; not run on hardware)."""
     recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
     swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
     left, right = (p.codes.view(torch.float4_e2m1fn_x2) for p in (a, b))

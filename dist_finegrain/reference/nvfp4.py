@@ -79,9 +79,7 @@ def hadamard(u: torch.Tensor, rht: str) -> torch.Tensor:
     return u.mul_(0.25)
 
 
-def measure(
-    x: torch.Tensor, *, rht: str | None = None, row_scaled: bool = False
-) -> torch.Tensor:
+def measure(x: torch.Tensor, *, rht: str | None = None, row_scaled: bool = False) -> torch.Tensor:
     """amax over the finite values to encode of ``x`` [R, C]: FP32 [1], or [R] where row-scaled."""
     if rht is None:
         return finite_amax(x, 1 if row_scaled else None)
@@ -97,19 +95,20 @@ def encode(
     *,
     two_dimensional: bool = False,
     rht: str | None = None,
+    row_scaled: bool = False,
     noise: Noise | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(packed codes uint8 [Rp, Cp/2], E4M3 scale bytes uint8 [Rp, Cp/16], g FP32 [1] or [Rp]).
 
-    x: FP32, FP16 or BF16 [R, C], any strides. amax: what ``measure`` returns or more, FP32 [1] or
-    [R]. two_dimensional: one scale per 16×16, repeated for each row. noise: called with the source
-    [n, 16, Rp] in ``x``'s dtype, before any transform, and the contraction index of its first
-    element, makes the random bits, int32 [n, 16, Rp] below 2^16; None rounds to nearest even.
-    Padding is zero in all three results.
+    x: FP32, FP16 or BF16 [R, C], any strides. amax: what ``measure`` returns or more, FP32 [1], or
+    [R] where row-scaled. two_dimensional: one scale per 16×16, repeated for each row. noise: called
+    with the source [n, 16, Rp] in ``x``'s dtype, before any transform, and the contraction index of
+    its first element, makes the random bits, int32 [n, 16, Rp] below 2^16; None rounds to nearest
+    even. Padding is zero in all three results.
     """
     rows, contraction = x.shape
     row_pad = -rows % ROW_MULTIPLE
-    if amax.numel() != 1 and row_pad:
+    if row_scaled and row_pad:
         amax = torch.nn.functional.pad(amax, (0, row_pad))
     encode_scale = global_scale(amax)
     extent = contraction + -contraction % CONTRACTION_MULTIPLE
@@ -129,7 +128,7 @@ def encode(
 
 
 def _pieces(x: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """(contraction index, ``contraction_first`` part) of ``x``: pieces that stay in a CPU's cache."""
+    """(contraction index, ``contraction_first`` part) of ``x``; parts stay in a CPU's cache."""
     rows, contraction = x.shape
     width = contraction
     if x.device.type == "cpu":

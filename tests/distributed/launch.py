@@ -29,14 +29,14 @@ def run_ranks(
     *args: Any,
     timeout: float = 120,
     env: dict[str, str] | None = None,
-) -> list[Any] | str:
+) -> list[Any]:
     """Run ``target(*args)`` on ``nproc`` ranks under torchrun and wait for them.
 
     target: a module-level function, called on each rank with the default gloo group initialised
     (args and results are pickled), or the path of a script that takes args as its command line.
     timeout: seconds until all ranks are stopped. env: set on top of this process's variables.
 
-    Returns the results by rank for a function, rank 0's standard output for a script.
+    Returns by rank the results of a function, or the standard output of a script.
     Raises AssertionError with the stderr tail of the failing ranks, the first to fail first.
     """
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
@@ -48,7 +48,7 @@ def run_ranks(
             command, name = [str(target), *map(str, args)], Path(target).name
         _run(command, name, nproc, timeout, env or {}, Path(folder))
         if not callable(target):
-            return _log(Path(folder), 0, "stdout").read_text()
+            return [_log(Path(folder), r, "stdout").read_text() for r in range(nproc)]
         return [pickle.loads(_result_path(folder, r).read_bytes()) for r in range(nproc)]
 
 

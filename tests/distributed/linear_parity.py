@@ -1,4 +1,4 @@
-"""What test_linear_parity runs on every rank: one Linear on all ranks against the same Linear on one rank.
+"""What test_linear_parity runs on every rank: one Linear on all ranks against it on one.
 
 Every rank holds the full X, W and dY, runs the whole layer alone, then its shard with the others,
 and compares: the planes that each GEMM read, Y, dX, dW, dbias; then the same over 3 SGD steps.

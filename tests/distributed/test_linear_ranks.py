@@ -96,7 +96,9 @@ def refusals():
         message_of(lambda: forward(twins[1], delayed)),
         message_of(lambda: forward(column_linear(group), delayed, amax_reduction_group=alone)),
         message_of(lambda: row(torch.randn(7, 32))),
-        message_of(lambda: dfg.Linear(64, 64, tp_group=group, parallel_mode="row")(torch.ones(2, 64))),
+        message_of(
+            lambda: dfg.Linear(64, 64, tp_group=group, parallel_mode="row")(torch.ones(2, 64))
+        ),
     ]
 
 
@@ -129,7 +131,7 @@ def delayed_training(extra_on_rank_zero):
     with torch.no_grad():
         module.weight.mul_(1 + 7 * rank)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-    for step in range(3):
+    for _ in range(3):
         forward(module, PLAIN["delayed"]).sum().backward()
         if extra is not None:
             with dfg.autocast(recipe=emulated(PLAIN["delayed"])):

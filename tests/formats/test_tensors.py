@@ -155,12 +155,12 @@ def test_other_operators_act_on_the_value(name):
 def test_in_place_operators_quantize_the_result(name):
     quantized = EVERY[name]()(sample(48, 64))
     value = quantized.dequantize().clone()
-    assert quantized.add_(1) is quantized
+    assert quantized.add_(1) is quantized and type(quantized) is type(EVERY[name]()(value))
     assert_same_tensor(quantized, EVERY[name]()(value + 1))
     value = quantized.dequantize().clone()
     torch._foreach_mul_([quantized, torch.ones(2)], 2.0)
     assert_same_tensor(quantized, EVERY[name]()(value * 2))
-    torch.sub(value, 1, out=quantized)
+    assert torch.sub(value, 1, out=quantized) is quantized
     assert_same_tensor(quantized, EVERY[name]()(value - 1))
 
 
@@ -175,6 +175,10 @@ def test_copy_from_values_and_from_a_quantized_tensor(name):
     source = EVERY[name]()(x)
     quantized.copy_(source)
     assert_same_tensor(quantized, source)
+    if name not in ("identity", "identity_bf16"):
+        source.update_usage(columnwise=False)
+        quantized.copy_(source)
+        assert_same_tensor(quantized, EVERY[name]()(source.dequantize()))
     foreign = Int8Quantizer(limit=7)(other)
     quantized.copy_(foreign)
     assert_same_tensor(quantized, EVERY[name]()(foreign.dequantize()))
@@ -257,6 +261,8 @@ def test_to_copy_moves_planes(name):
     assert on_meta.device.type == on_meta.rowwise_plane.codes.device.type == "meta"
     assert all(t.device.type == "meta" for t in _state_tensors(on_meta._quantizer))
     assert all(t.device.type == "cpu" for t in _state_tensors(quantized._quantizer))
+    on_meta.clear()
+    assert on_meta.detach().device.type == "meta"
 
 
 def _state_tensors(quantizer):
@@ -336,6 +342,12 @@ def test_module_to_and_data(name):
     if name != "identity_bf16":  # its result has the dtype of its buffer
         assert module.weight.dtype is torch.float16
     assert_same_tensor(module.weight.data, EVERY[name]()(value.half()))
+    module.weight.update_usage(columnwise=False)
+    module.to(torch.bfloat16)
+    assert module.weight.get_usages() == {
+        "rowwise": True,
+        "columnwise": name in ("identity", "identity_bf16"),
+    }
     other = EVERY[name]()(sample(24, 64))
     module.weight.data = other
     assert module.weight.shape == (24, 64) and module.weight.dtype is other.dtype

@@ -27,7 +27,9 @@ def test_planes_on_cuda_equal_those_on_the_cpu(name, dtype):
         for matrix in (x, x[1:].clone()):
             cpu, cuda = quantizer(matrix), quantizer(matrix.cuda())
             for direction in DIRECTIONS:
-                for a, b in zip(cpu.plane(direction).parts, cuda.plane(direction).parts, strict=True):
+                for a, b in zip(
+                    cpu.plane(direction).parts, cuda.plane(direction).parts, strict=True
+                ):
                     assert (a is None) == (b is None)
                     if a is not None:
                         assert torch.equal(

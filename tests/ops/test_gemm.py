@@ -104,12 +104,8 @@ def test_families_do_not_mix_and_the_message_names_a_way():
 
 
 def test_native_table_is_that_of_numerics_md():
-    """Every pair × device: native, or refused with a reason in native mode and emulated on request."""
-    native = {
-        (a, b, device)
-        for (a, b), kernel in NATIVE.items()
-        for device in kernel.devices
-    }
+    """Every pair × device: native, or refused in native mode and emulated on request."""
+    native = {(a, b, device) for (a, b), kernel in NATIVE.items() for device in kernel.devices}
     assert native == {
         *(("tensor", "tensor", d) for d in ("sm_90", "sm_100")),
         *(("row", "row", d) for d in ("sm_90", "sm_100")),

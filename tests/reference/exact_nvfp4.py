@@ -73,7 +73,9 @@ def distance(units: int) -> tuple[int, Fraction]:
 
 
 def block(
-    values: list[Signed | None], amax: int, tile: list[Signed | None] | None = None,
+    values: list[Signed | None],
+    amax: int,
+    tile: list[Signed | None] | None = None,
     noise: list[int] | None = None,
 ) -> tuple[list[int], int]:
     """(codes, scale byte) of 16 values, None for a non-finite one.
@@ -154,9 +156,7 @@ def content_hash(patterns: list[int], is_fp32: bool) -> int:
     return total % 2**32
 
 
-def rounding_bits(
-    h: int, i: int, j: int, *, seed: int, stream: int, step: int
-) -> int:
+def rounding_bits(h: int, i: int, j: int, *, seed: int, stream: int, step: int) -> int:
     """r of one element: i plane row, j contraction index, both global."""
     words = philox([j >> 3, i, step, h], (seed, stream))
     return (words[(j >> 1) & 3] >> 16 * (j & 1)) & 0xFFFF

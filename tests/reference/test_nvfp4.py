@@ -39,7 +39,7 @@ def unpacked(codes: torch.Tensor) -> torch.Tensor:
 def encoded(x: torch.Tensor, amax: torch.Tensor | None = None, **options):
     """(codes [R, C], scale bytes, g), padding cut off, with the amax that ``measure`` gives."""
     rht = options.get("rht")
-    row_scaled = options.pop("row_scaled", False)
+    row_scaled = options.get("row_scaled", False)
     if amax is None:
         amax = nvfp4.measure(x, rht=rht, row_scaled=row_scaled)
     codes, scales, g = nvfp4.encode(x, amax, **options)
