@@ -99,8 +99,8 @@ def cast_e5m2(values: torch.Tensor, nonfinite_of: torch.Tensor | None = None) ->
 def encode_with_scale(x: torch.Tensor, scale: torch.Tensor, element: str) -> torch.Tensor:
     """Codes of ``x`` · ``scale``: the element step of every FP8 format.
 
-    x: FP32, FP16 or BF16; scale: FP32 encode scale that broadcasts to ``x``, with its dimensions
-    (so that the product is FP32).
+    x: FP32, FP16 or BF16; scale: FP32 encode scale that broadcasts to ``x``. It has dimensions, as
+    a product with a 0-d tensor would stay in the dtype of ``x``.
     """
     finite = finite_part(x)
     values = (finite * scale).clamp_(-FP8_MAX[element], FP8_MAX[element])

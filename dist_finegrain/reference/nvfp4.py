@@ -83,7 +83,7 @@ def measure(x: torch.Tensor, *, rht: str | None = None, row_scaled: bool = False
     """amax over the finite values to encode of ``x`` [R, C]: FP32 [1], or [R] where row-scaled."""
     if rht is None:
         return finite_amax(x, 1 if row_scaled else None)
-    amax = torch.zeros(1, device=x.device)
+    amax = torch.zeros(1, dtype=torch.float32, device=x.device)
     for _, source in _pieces(x):
         amax = torch.maximum(amax, finite_amax(values_to_encode(source, rht)))
     return amax
@@ -226,6 +226,7 @@ def decode(
 
 
 def _pair_table(device: torch.device) -> torch.Tensor:
-    values = torch.tensor(_E2M1 + tuple(math.copysign(v, -1.0) for v in _E2M1), device=device)
+    values = _E2M1 + tuple(math.copysign(v, -1.0) for v in _E2M1)
+    values = torch.tensor(values, dtype=torch.float32, device=device)
     low, high = values.repeat(16), values.repeat_interleave(16)
     return torch.stack((low, high), 1).view(torch.int64).flatten()

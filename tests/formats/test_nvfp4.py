@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from dist_finegrain.formats.dtypes import DType
 from dist_finegrain.formats.nvfp4 import NVFP4Format, NVFP4Quantizer
 from dist_finegrain.formats.plane import DIRECTIONS, Plane, Rounding
+from dist_finegrain.reference import nvfp4 as reference
 from tests.special_values import DTYPES, NONFINITE, special_values, with_nonfinite, with_value
 
 from .cases import assert_same_plane, part_bytes, sample
@@ -137,6 +138,33 @@ def test_strided_equals_contiguous(option, direction):
     for view in (x.t().contiguous().t(), wide[:, :160], wide.t().contiguous().t()[:, :160]):
         source = source_of(view, direction)
         assert_same_plane(format_of(option, direction).encode(source, None, PLACE), plane)
+
+
+@each_option
+@each_direction
+def test_pieces_of_any_size_give_the_same_bytes(option, direction, monkeypatch):
+    """The reference works in pieces that fit a cache: 32 contraction elements at a time as well."""
+    x = with_nonfinite(sample(100, 200, dtype=torch.float32))
+    format_, source = format_of(option, direction), source_of(x, direction)
+    whole = format_.encode(source, None, PLACE)
+    monkeypatch.setattr(reference, "_PIECE_ELEMENTS", 1)
+    assert_same_plane(format_.encode(source, None, PLACE), whole)
+
+
+@each_option
+@each_direction
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_default_dtype_does_not_matter(option, direction, default):
+    format_, source = format_of(option, direction), source_of(sample(40, 72), direction)
+    plane = format_.encode(source, None, PLACE)
+    values = format_.decode(plane)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert_same_plane(format_.encode(source, None, PLACE), plane)
+        assert torch.equal(format_.decode(plane), values)
+    finally:
+        torch.set_default_dtype(before)
 
 
 # Values.
@@ -428,7 +456,7 @@ def test_copies_and_pickles_write_the_same_bytes(option):
     buffer = io.BytesIO()
     torch.save(result, buffer)
     buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)
+    loaded = torch.load(buffer, weights_only=True)
     for direction in DIRECTIONS:
         assert_same_plane(loaded.plane(direction), result.plane(direction))
 

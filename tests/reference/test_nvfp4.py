@@ -404,14 +404,3 @@ def test_layout_of_the_input_does_not_matter(dtype, options, shape):
     row = x[:1].expand(33, -1) if shape[0] else x
     for a, b in zip(*(nvfp4.encode(y, amax, **options) for y in (row, row.clone())), strict=True):
         assert torch.equal(a, b)
-
-
-def test_pieces_of_any_size_give_the_same_bytes(monkeypatch):
-    """The cache-sized pieces are not blocks: 32 elements at a time changes nothing."""
-    x = with_nonfinite(every_magnitude(48, 200, seed=9).clamp(-1e30, 1e30))
-    for options in ({}, {"rht": "plain"}, {"two_dimensional": True}):
-        whole = encoded(x, **options)
-        monkeypatch.setattr(nvfp4, "_PIECE_ELEMENTS", 1)
-        pieces = encoded(x, **options)
-        monkeypatch.undo()
-        assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
