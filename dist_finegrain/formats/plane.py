@@ -85,7 +85,10 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, plane: Plane, *, outer: bool = True) -> torch.Tensor:
-        """[R, C] in FP32 (Identity: the held dtype); ``outer=False`` leaves the outer scale out."""
+        """[R, C] in FP32 (Identity: the held dtype); ``outer=False`` leaves the outer scale out.
+
+        With RHT: the rotated values of whole groups, [R, C rounded up to 16], as a GEMM reads them.
+        """
 
     @abc.abstractmethod
     def empty(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Plane:
@@ -143,11 +146,12 @@ def saturating_to(
     ``keep_inf=False`` saturates infinities too: what the column child of a "rowwise_dequantized"
     hybrid reads (numerics.md, "Hybrid").
     """
+    if keep_inf and values.dtype == dtype:
+        return values
     limit = torch.finfo(dtype).max
-    result = values.to(dtype).clamp(-limit, limit)
-    if keep_inf and dtype.itemsize <= values.dtype.itemsize:
-        return torch.where(values.isinf(), values.to(dtype), result)
-    return result
+    rounded = values.to(dtype)
+    result = rounded.clamp(-limit, limit)
+    return torch.where(values.isinf(), rounded, result) if keep_inf else result
 
 
 def padded(x: torch.Tensor, row_multiple: int, contraction_multiple: int) -> torch.Tensor:

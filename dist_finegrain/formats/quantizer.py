@@ -11,12 +11,7 @@ from .casting import CastJob, run_casts
 from .dtypes import check_high_precision
 from .plane import DIRECTIONS, Direction, Format, Plane, Rounding
 from .tensors import QuantizedTensor, flat_shape, write_plane
-from .user import UserFormat
-
-if torch.distributed.is_available():
-    from torch.distributed import ProcessGroup
-else:
-    ProcessGroup = ()
+from .user import UserFormat, is_process_group
 
 
 class Quantizer:
@@ -202,7 +197,7 @@ class Quantizer:
     # Copies: process groups stay with the process, tensors of state follow the device.
     def _without_groups(self) -> Quantizer:
         twin = self.copy()
-        twin.__dict__.update({k: None for k, v in vars(twin).items() if _is_group(v)})
+        twin.__dict__.update({k: None for k, v in vars(twin).items() if is_process_group(v)})
         return twin
 
     def _on(self, device: torch.device) -> Quantizer:
@@ -212,12 +207,12 @@ class Quantizer:
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: None if _is_group(v) else v for k, v in vars(self).items()}
+        return {k: None if is_process_group(v) else v for k, v in vars(self).items()}
 
     def __deepcopy__(self, memo: dict) -> Quantizer:
         twin = memo[id(self)] = object.__new__(type(self))
         for name, value in vars(self).items():
-            twin.__dict__[name] = value if _is_group(value) else copy.deepcopy(value, memo)
+            twin.__dict__[name] = value if is_process_group(value) else copy.deepcopy(value, memo)
         return twin
 
 
@@ -237,10 +232,6 @@ class _Quantize(torch.autograd.Function):
 def matrix(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` [..., K] seen as [M, K]."""
     return tensor.reshape(flat_shape(tensor.shape))
-
-
-def _is_group(value: Any) -> bool:
-    return isinstance(value, ProcessGroup)
 
 
 def _unshared(part: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,11 @@ import torch
 
 from .plane import Format, Plane, Rounding
 
+if torch.distributed.is_available():
+    from torch.distributed import ProcessGroup
+else:
+    ProcessGroup = ()
+
 # Attributes of a quantizer that say nothing about the bytes it writes.
 USAGE_ATTRIBUTES = ("rowwise_usage", "columnwise_usage", "internal", "optimize_for_gemm")
 
@@ -17,7 +22,8 @@ USAGE_ATTRIBUTES = ("rowwise_usage", "columnwise_usage", "internal", "optimize_f
 class UserFormat(Format):
     """Planes written and read by ``quantizer.encode`` and ``quantizer.decode``.
 
-    Two are equal when their quantizers are of one class and have equal attributes.
+    Two are equal when their quantizers are of one class and have equal attributes, process groups
+    aside.
     """
 
     family: ClassVar[str] = "user"
@@ -65,7 +71,13 @@ class UserFormat(Format):
 
 
 def _attributes(quantizer: Any) -> dict[str, Any]:
-    return {k: v for k, v in vars(quantizer).items() if k not in USAGE_ATTRIBUTES}
+    attributes = {k: v for k, v in vars(quantizer).items() if k not in USAGE_ATTRIBUTES}
+    return {k: None if is_process_group(v) else v for k, v in attributes.items()}
+
+
+def is_process_group(value: Any) -> bool:
+    """Whether ``value`` belongs to this process and says nothing about the bytes of a plane."""
+    return isinstance(value, ProcessGroup)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -194,11 +194,12 @@ def test_tiny_tensor_is_recorded_as_it_is(amax):
 
 
 def test_plane_owns_its_scale():
-    """The next scale, written in place, changes no plane that was made before."""
-    quantizer = delayed(4.0)
+    """The next scale, written in place, is read by later casts and changes no earlier plane."""
+    scale = torch.tensor([4.0])
+    quantizer = Float8Quantizer(scale, torch.zeros(1), E4M3)
     x = torch.tensor([[1.0, -2.0]])
     result = quantizer.quantize(x)
-    quantizer.scale.fill_(64.0)
+    scale.fill_(64.0)
     assert torch.equal(result.dequantize(), x)
     assert result.plane("rowwise").outer.tolist() == [0.25]
     assert quantizer.quantize(x).plane("rowwise").outer.tolist() == [1 / 64]

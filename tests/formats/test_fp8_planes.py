@@ -70,11 +70,12 @@ def poison_row_padding(plane: Plane) -> Plane:
 def test_buffers_are_those_of_plane_storage(name, shape):
     """Shapes, dtypes, row-major, 16-byte aligned; ``empty`` allocates the same."""
     format = FORMATS[name]
-    plane = encoded(format, sample(*shape))
-    assert plane.shape == shape and plane.dtype == torch.bfloat16
-    assert layout(plane) == stored_layout(name, *shape)
-    for part in plane.parts:
-        assert part is None or (part.is_contiguous() and part.data_ptr() % 16 == 0)
+    for x in (sample(*shape), sample(*reversed(shape)).t()):
+        plane = encoded(format, x)
+        assert plane.shape == shape and plane.dtype == torch.bfloat16
+        assert layout(plane) == stored_layout(name, *shape)
+        for part in plane.parts:
+            assert part is None or (part.is_contiguous() and part.data_ptr() % 16 == 0)
     empty = format.empty(shape, torch.bfloat16, torch.device("cpu"))
     assert layout(empty) == layout(plane)
     assert (empty.format, empty.shape, empty.dtype) == (format, shape, torch.bfloat16)
