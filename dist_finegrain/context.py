@@ -12,15 +12,19 @@ from .recipe import CustomRecipe, recipe_token
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """One open autocast: ``enabled=False`` is the high-precision path."""
+    """One open autocast: ``enabled=False`` is the high-precision path.
+
+    is_default: no autocast is open.
+    """
 
     enabled: bool
     recipe: CustomRecipe | None
     token: int | None
     amax_reduction_group: Any = None
+    is_default: bool = False
 
 
-HIGH_PRECISION = Frame(enabled=False, recipe=None, token=None)
+_DEFAULT = Frame(enabled=False, recipe=None, token=None, is_default=True)
 
 
 class _Stack(threading.local):
@@ -32,8 +36,8 @@ _stack = _Stack()
 
 
 def current_frame() -> Frame:
-    """The innermost open autocast of this thread; the high-precision frame when none is open."""
-    return _stack.frames[-1] if _stack.frames else HIGH_PRECISION
+    """The innermost open autocast of this thread; a disabled default frame when none is open."""
+    return _stack.frames[-1] if _stack.frames else _DEFAULT
 
 
 class autocast:
@@ -81,7 +85,7 @@ class autocast:
     def _frame(self) -> Frame:
         outer = current_frame()
         if not self.enabled:
-            return dataclasses.replace(outer, enabled=False)
+            return dataclasses.replace(outer, enabled=False, is_default=False)
         recipe = self.recipe or outer.recipe
         if recipe is None:
             raise ValueError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from .formats.requests import DelayedScalingRequest
 from .reference.elements import FLT_MAX, FP8_MAX
 
 _NOT_RUN = -1.0
-_incarnations = itertools.count(1)
 
 
 class DelayedSlot:
@@ -43,9 +41,10 @@ class DelayedSlot:
         self.incarnation = 0  # a deepcopy is another slot of the same name
         self.request, self.element = request, element
         self.group: Any = None
-        self.scale = torch.ones(1, dtype=torch.float32, device=device)
-        self.history = torch.zeros(request.amax_history_len, dtype=torch.float32, device=device)
-        self.pending = torch.full((1,), _NOT_RUN, dtype=torch.float32, device=device)
+        with torch.inference_mode(False):  # a first forward for inference must not spoil training
+            self.scale = torch.ones(1, dtype=torch.float32, device=device)
+            self.history = torch.zeros(request.amax_history_len, device=device)
+            self.pending = torch.full((1,), _NOT_RUN, device=device)
 
     @property
     def sort_key(self) -> str:
@@ -56,15 +55,24 @@ class DelayedSlot:
         """A quantizer that reads this slot's scale and records into its pending amax."""
         return Float8Quantizer(self.scale, self.pending, DType(self.element))
 
-    def to(self, device: torch.device) -> None:
-        """Move the state; quantizers made earlier keep the old tensors and must be rebuilt."""
+    def to(self, device: torch.device) -> bool:
+        """Move the state; True if it moved: quantizers made earlier then read the old tensors."""
+        if self.scale.device == device:
+            return False
         self.scale, self.history, self.pending = (
             t.to(device) for t in (self.scale, self.history, self.pending)
         )
+        return True
 
-    def adopt(self, request: DelayedScalingRequest) -> None:
+    def reset(self) -> None:
+        """Forget everything: the weights are others now."""
+        self.scale.fill_(1.0)
+        self.history.zero_()
+        self.pending.fill_(_NOT_RUN)
+
+    def adopt(self, request: DelayedScalingRequest, group: Any, name: str) -> None:
         """Follow another request of the same element; the newest rows of the history are kept."""
-        self.request = request
+        self.request, self.group, self.name = request, group, name
         length, kept = request.amax_history_len, len(self.history)
         if length < kept:
             self.history = self.history[-length:].clone()
@@ -73,7 +81,7 @@ class DelayedSlot:
 
     def __deepcopy__(self, memo) -> DelayedSlot:
         twin = copy.copy(self)
-        twin.incarnation = next(_incarnations)
+        twin.incarnation += 1
         twin.scale, twin.history, twin.pending = (
             copy.deepcopy(t, memo) for t in (self.scale, self.history, self.pending)
         )
@@ -108,7 +116,8 @@ def _reduce_pending(slots: list[DelayedSlot], group: Any) -> None:
     position = {name: i for i, name in enumerate(names)}
     flat = torch.full((len(names),), _NOT_RUN, device=slots[0].pending.device)
     for slot in slots:
-        flat[position[slot.sort_key]] = slot.pending[0]
+        index = position[slot.sort_key]
+        flat[index] = torch.maximum(flat[index], slot.pending[0])
     collectives.all_reduce_max(flat, group)
     for slot in slots:
         slot.pending.copy_(flat[position[slot.sort_key]])

@@ -26,8 +26,18 @@ def assign_names(model: torch.nn.Module, prefix: str = "", *, overwrite: bool = 
     Communicates nothing. Raises ValueError when two modules would have one name; then no name is
     changed.
     """
+    _assign(named_quantized_modules(model), prefix, overwrite)
+
+
+def name_unbound(model: torch.nn.Module) -> None:
+    """assign_names for the modules that no recipe was resolved for: a bound one keeps its name."""
+    modules = named_quantized_modules(model)
+    _assign([(path, module) for path, module in modules if not module.is_bound], "", False)
+
+
+def _assign(modules: list[tuple[str, QuantizedModule]], prefix: str, overwrite: bool) -> None:
     names: dict[str, QuantizedModule] = {}
-    for path, module in named_quantized_modules(model):
+    for path, module in modules:
         name = ".".join(part for part in (prefix, path) if part)
         if module.name and not overwrite:
             name = module.name

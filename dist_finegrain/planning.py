@@ -14,7 +14,7 @@ from .formats.float8 import Float8Quantizer
 from .formats.plane import Format
 from .formats.quantizer import Quantizer
 from .modules.base import QuantizedModule
-from .naming import assign_names
+from .naming import name_unbound
 from .ops.gemm import DEVICES, Kernel, PairRefused, device_kind
 from .recipe import CustomRecipe
 from .resolution import Site, ask_factory, choose_kernel, source_of
@@ -95,11 +95,17 @@ def plan(
     """What every GEMM of ``model`` would be under ``recipe``; nothing is run or communicated.
 
     device: "cpu", "sm_90", "sm_100", or a torch device; default: that of the first parameter.
-    training: include dgrad and wgrad. tokens: rows of each module's input, for the byte columns.
-    Names unnamed modules (assign_names). A module whose factory call fails raises that error.
+    training: include dgrad and wgrad. tokens: rows of the whole input, for the byte columns.
+    Names unnamed modules (assign_names) that no recipe was resolved for yet, as running them under
+    another name would change what the factory answers. A factory that fails raises its own error.
     """
+    if not isinstance(recipe, CustomRecipe):
+        raise TypeError(
+            f"recipe is {recipe!r}; accepted: a CustomRecipe, "
+            "e.g. CustomRecipe(qfactory=dist_finegrain.factories.mxfp8_factory)"
+        )
     kind = _device_kind(model, device)
-    assign_names(model)
+    name_unbound(model)
     rows: list[PlanRow] = []
     for module in model.modules():
         if isinstance(module, QuantizedModule):
@@ -109,14 +115,14 @@ def plan(
 
 def _device_kind(model: torch.nn.Module, device: Any) -> str:
     if device is None:
-        device = next(model.parameters()).device
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if isinstance(device, torch.device):
         return device_kind(device)
     if device in DEVICES or (str(device).startswith("sm_") and str(device)[3:].isdigit()):
         return device
     try:
         return device_kind(torch.device(device))
-    except RuntimeError:
+    except (RuntimeError, AssertionError):
         raise ValueError(
             f"device={device!r}; accepted: {', '.join(DEVICES)} or a torch device, "
             "e.g. device='sm_90'"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import itertools
 import os
 import pickle
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 from . import factories
@@ -51,7 +53,6 @@ class CustomRecipe:
     execution: str | None = None
     rounding_seed: int = 0
     fast_accumulation: tuple[str, ...] = ("fprop",)
-    _generation: int = dataclasses.field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self):
         if not callable(self.qfactory):
@@ -66,12 +67,18 @@ class CustomRecipe:
                 f"quantization_alignment={self.quantization_alignment}; accepted: a positive "
                 "integer, e.g. quantization_alignment=128"
             )
+        if isinstance(self.fast_accumulation, str) or self.fast_accumulation is None:
+            raise TypeError(
+                f"fast_accumulation={self.fast_accumulation!r}; accepted: a tuple of GEMM names, "
+                "e.g. fast_accumulation=('fprop',)"
+            )
         object.__setattr__(self, "fast_accumulation", tuple(self.fast_accumulation))
         for gemm in self.fast_accumulation:
             _accepted("fast_accumulation", gemm, GEMM_NAMES, "('fprop',)")
-        if not 0 <= self.rounding_seed < 2**32:
+        if not isinstance(self.rounding_seed, int) or not 0 <= self.rounding_seed < 2**32:
             raise ValueError(
-                f"rounding_seed={self.rounding_seed}; accepted: 0 … 2**32-1, e.g. rounding_seed=0"
+                f"rounding_seed={self.rounding_seed}; accepted: an integer in 0 … 2**32-1, "
+                "e.g. rounding_seed=0"
             )
 
     @property
@@ -85,7 +92,7 @@ class CustomRecipe:
 
     def invalidate(self) -> None:
         """Make every module ask the factory again: something that it reads was mutated."""
-        object.__setattr__(self, "_generation", self._generation + 1)
+        _tokens.forget(_recipe_key(self))
 
     def __deepcopy__(self, memo):
         return self  # frozen; configs that hold a recipe are deep-copied by Megatron
@@ -103,13 +110,52 @@ class CustomRecipe:
 
 
 # Recipe identity: equal tokens mean that no module has to ask the factory again.
-_token_of_key: dict[Hashable, int] = {}
-_unhashable_keys: list[tuple[Any, int]] = []
+class _Tokens:
+    """Numbers for recipe keys; the most recently used are kept, with a snapshot of their key."""
+
+    def __init__(self, kept: int):
+        self.kept = kept
+        self.hashable: collections.OrderedDict[Any, int] = collections.OrderedDict()
+        self.others: list[tuple[Any, int]] = []
+        self.numbers = itertools.count()
+
+    def of(self, key: Any) -> int:
+        """The number of this key: its old one if the key is known, else a new one."""
+        try:
+            token = self.hashable.pop(key, None)
+        except TypeError:
+            return self._of_unhashable(key)
+        self.hashable[key] = next(self.numbers) if token is None else token
+        if len(self.hashable) > self.kept:
+            self.hashable.popitem(last=False)
+        return self.hashable[key]
+
+    def _of_unhashable(self, key: Any) -> int:
+        for known, token in self.others:
+            if _are_equal(known, key):
+                return token
+        self.others.append((key, next(self.numbers)))
+        del self.others[: -self.kept]
+        return self.others[-1][1]
+
+    def forget(self, key: Any) -> None:
+        """Give this key a new number the next time."""
+        try:
+            self.hashable.pop(key, None)
+        except TypeError:
+            self.others = [entry for entry in self.others if not _are_equal(entry[0], key)]
+
+
+_tokens = _Tokens(kept=256)
 
 
 def recipe_token(recipe: CustomRecipe) -> int:
     """An int that is equal for recipes that answer alike (contracts.md, "Change tracking")."""
-    key = (
+    return _tokens.of(_recipe_key(recipe))
+
+
+def _recipe_key(recipe: CustomRecipe) -> tuple:
+    return (
         _callable_key(recipe.qfactory),
         recipe.fp8_dpa,
         recipe.fp8_mha,
@@ -118,42 +164,45 @@ def recipe_token(recipe: CustomRecipe) -> int:
         recipe.resolved_execution,
         recipe.rounding_seed,
         recipe.fast_accumulation,
-        recipe._generation,
     )
+
+
+def _are_equal(a: Any, b: Any) -> bool:
     try:
-        return _token_of_key.setdefault(key, _next_token())
-    except TypeError:
-        for known, token in _unhashable_keys:
-            if known == key:
-                return token
-        _unhashable_keys.append((key, _next_token()))
-        return _unhashable_keys[-1][1]
+        return bool(a == b)
+    except Exception:  # arrays and tensors have no single answer; then they count as changed
+        return False
 
 
-def _next_token() -> int:
-    return len(_token_of_key) + len(_unhashable_keys)
-
-
-def _callable_key(function: Callable) -> Any:
+def _callable_key(value: Any, depth: int = 8) -> Any:
     """What a factory is compared by: its recipe_key(), its code and captured values, or itself."""
-    recipe_key = getattr(function, "recipe_key", None)
+
+    def inner(captured):
+        return _callable_key(captured, depth - 1)
+
+    # As they are now: the owner of a captured list may go on changing it.
+    if depth and isinstance(value, (list, set)):
+        return (type(value), tuple(map(inner, value)))
+    if depth and isinstance(value, dict):
+        return (dict, tuple((k, inner(v)) for k, v in value.items()))
+    if depth == 0 or not callable(value) or isinstance(value, type):
+        return value
+    recipe_key = getattr(value, "recipe_key", None)
     if callable(recipe_key):
-        return ("recipe_key", type(function), recipe_key())
-    if isinstance(function, functools.partial):
-        keywords = tuple(sorted(function.keywords.items()))
-        return ("partial", _callable_key(function.func), function.args, keywords)
-    if isinstance(function, types.FunctionType):
-        cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
-        keyword_defaults = tuple(sorted((function.__kwdefaults__ or {}).items()))
-        return (
-            "function",
-            function.__module__,
-            function.__code__,
-            function.__defaults__,
-            keyword_defaults,
-            cells,
+        return ("recipe_key", type(value), recipe_key())
+    if isinstance(value, functools.partial):
+        keywords = tuple((k, inner(v)) for k, v in sorted(value.keywords.items()))
+        return ("partial", inner(value.func), tuple(map(inner, value.args)), keywords)
+    if isinstance(value, types.MethodType):
+        return ("method", inner(value.__func__), inner(value.__self__))
+    if isinstance(value, types.FunctionType):
+        captured = (
+            *(cell.cell_contents for cell in value.__closure__ or ()),
+            *(value.__defaults__ or ()),
+            *(default for _, default in sorted((value.__kwdefaults__ or {}).items())),
         )
-    return ("callable", function)
+        return ("function", value.__module__, value.__code__, tuple(map(inner, captured)))
+    return value
 
 
 # Named recipes: Transformer Engine's names and arguments over the matching factory.
@@ -163,6 +212,7 @@ def DelayedScaling(
     fp8_format: FP8Format = FP8Format.HYBRID,
     amax_history_len: int = 1024,
     amax_compute_algo: str = "max",
+    scaling_factor_compute_algo: None = None,
     reduce_amax: bool = True,
     **options,
 ) -> CustomRecipe:
@@ -173,6 +223,7 @@ def DelayedScaling(
         fp8_format=fp8_format,
         amax_history_len=amax_history_len,
         amax_compute_algo=amax_compute_algo,
+        scaling_factor_compute_algo=scaling_factor_compute_algo,
         reduce_amax=reduce_amax,
     )
     return CustomRecipe(qfactory=factory, fp8_format=fp8_format, **options)
@@ -216,8 +267,10 @@ def Float8BlockScaling(
     return CustomRecipe(qfactory=factory, fp8_format=fp8_format, **options)
 
 
-def MXFP8BlockScaling(*, fp8_format: FP8Format = FP8Format.E4M3, **options) -> CustomRecipe:
-    """MXFP8; options are those of CustomRecipe."""
+def MXFP8BlockScaling(
+    *, margin: int = 0, fp8_format: FP8Format = FP8Format.E4M3, **options
+) -> CustomRecipe:
+    """MXFP8; margin is accepted and unused as in TE, options are those of CustomRecipe."""
     factory = functools.partial(factories.mxfp8_factory, fp8_format=fp8_format)
     return CustomRecipe(qfactory=factory, fp8_format=fp8_format, **options)
 
@@ -227,9 +280,11 @@ def NVFP4BlockScaling(
     disable_rht: bool = False,
     disable_stochastic_rounding: bool = False,
     disable_2d_quantization: bool = False,
+    nvfp4_use_4over6: bool = False,
     **options,
 ) -> CustomRecipe:
-    """NVFP4; options are those of CustomRecipe."""
+    """NVFP4; options are those of CustomRecipe. ValueError for nvfp4_use_4over6=True."""
+    _accepted("nvfp4_use_4over6", nvfp4_use_4over6, (False,), "False")
     factory = functools.partial(
         factories.nvfp4_factory,
         disable_rht=disable_rht,

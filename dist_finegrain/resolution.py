@@ -127,6 +127,15 @@ def describe_slots(slots: Iterable[Slot], quantizers: dict[str, Quantizer]) -> s
     return "\n".join(lines)
 
 
+def describe_recipe(recipe: CustomRecipe) -> str:
+    """The options of a recipe that change numbers; they must be equal on ranks that agree."""
+    return (
+        f"execution={recipe.resolved_execution}, rounding_seed={recipe.rounding_seed}, "
+        f"fast_accumulation={recipe.fast_accumulation}, "
+        f"backward_override={recipe.backward_override}"
+    )
+
+
 def source_of(quantizer: Quantizer, direction: Direction) -> str:
     """Where a plane comes from: "original", or "rowwise_dequantized" for some columns."""
     return quantizer.columnwise_source if direction == "columnwise" else "original"

@@ -37,7 +37,7 @@ def completed_steps() -> int:
 
 
 def note_training_forward() -> None:
-    """A module ran a training forward: the next optimizer step ends a step."""
+    """A module ran a forward with gradients: the next optimizer step ends a step."""
     _steps.forward_seen = True
 
 
@@ -64,15 +64,15 @@ def end_step() -> None:
 
 def finish_postponed_step() -> None:
     """Run the end of step that was asked for inside a backward pass."""
-    if _steps.postponed:
-        _steps.postponed = False
+    if _steps.postponed and not inside_backward():
         _end_step()
 
 
 def _after_optimizer_step(*_args) -> None:
-    if _steps.user_driven or not _steps.forward_seen:
-        return
-    _end_or_postpone()
+    # Ranks that share scales must all get to the reduction, whether or not each ran a forward.
+    is_shared = any(slot.group is not None for slot in _steps.slots)
+    if not _steps.user_driven and (_steps.forward_seen or is_shared):
+        _end_or_postpone()
 
 
 def _end_or_postpone() -> None:
@@ -85,7 +85,7 @@ def _end_or_postpone() -> None:
 def _end_step() -> None:
     update_slots(registered_slots())
     _steps.completed += 1
-    _steps.forward_seen = False
+    _steps.forward_seen = _steps.postponed = False
 
 
 def inside_backward() -> bool:

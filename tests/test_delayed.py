@@ -128,6 +128,26 @@ def test_inside_backward_it_waits_for_the_next_autocast():
     assert histories(module)["input"] == 1
 
 
+def test_postponed_step_waits_for_the_end_of_backward_and_counts_once():
+    module, recipe, optimizer = layer()
+    x = torch.randn(8, 32, requires_grad=True)
+    seen = []
+
+    def in_backward(grad):
+        dfg.end_step()
+        with dfg.autocast(recipe=recipe):  # as a recomputation opens it
+            seen.append(stepping.completed_steps())
+
+    x.register_hook(in_backward)
+    with dfg.autocast(recipe=recipe):
+        y = module(x)
+    y.sum().backward()
+    dfg.end_step()
+    with dfg.autocast(recipe=recipe):
+        pass
+    assert seen == [0] and stepping.completed_steps() == 1
+
+
 def test_warns_once_when_steps_never_end(monkeypatch):
     from dist_finegrain.modules import base
 

@@ -21,11 +21,21 @@ from dist_finegrain.recipe import CustomRecipe, recipe_token
         ({"quantization_alignment": 0}, "quantization_alignment=0.*128"),
         ({"fast_accumulation": ("bprop",)}, "fast_accumulation='bprop'.*fprop"),
         ({"rounding_seed": -1}, "rounding_seed=-1"),
+        ({"rounding_seed": 1.5}, "rounding_seed=1.5"),
     ],
 )
 def test_wrong_fields_name_what_was_got_and_what_is_accepted(options, message):
     with pytest.raises(ValueError, match=message):
         CustomRecipe(qfactory=factories.mxfp8_factory, **options)
+
+
+def test_tokens_do_not_pile_up():
+    from dist_finegrain.recipe import _tokens
+
+    for value in range(600):
+        recipe_token(CustomRecipe(qfactory=closure(value), execution="emulate"))
+        recipe_token(CustomRecipe(qfactory=closure([value]), execution="emulate"))
+    assert len(_tokens.hashable) <= 256 and len(_tokens.others) <= 256
 
 
 def test_qfactory_must_be_callable():
@@ -64,6 +74,9 @@ def test_tokens_compare_what_a_factory_answers_with():
     assert token(factories.mxfp8_factory) != token(factories.mxfp8_factory, rounding_seed=1)
     assert token(closure(1)) == token(closure(1)) != token(closure(2))
     assert token(closure([1])) == token(closure([1])) != token(closure([2]))  # unhashable
+    assert token(functools.partial(closure, closure(1))) == token(
+        functools.partial(closure, closure(1))
+    )
     partial = functools.partial
     first = partial(factories.nvfp4_factory, disable_rht=True)
     assert token(first) == token(partial(factories.nvfp4_factory, disable_rht=True))
@@ -100,6 +113,15 @@ def test_named_recipes_answer_every_role(build, kind):
     for role in (None, dfg.QuantizerRole("linear", "weight", "fc"), dfg.QuantizerRole()):
         assert isinstance(named.qfactory(role), kind)
     assert named.execution == "emulate"
+
+
+def test_arguments_of_transformer_engine_are_known_by_name():
+    assert recipe.DelayedScaling(scaling_factor_compute_algo=None)
+    assert recipe.MXFP8BlockScaling(margin=0)
+    with pytest.raises(ValueError, match="nvfp4_use_4over6=True; accepted"):
+        recipe.NVFP4BlockScaling(nvfp4_use_4over6=True)
+    with pytest.raises(TypeError, match="fast_accumulation='fprop'"):
+        CustomRecipe(qfactory=factories.mxfp8_factory, fast_accumulation="fprop")
 
 
 def test_options_of_named_recipes_reach_the_quantizers():

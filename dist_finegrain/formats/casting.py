@@ -57,10 +57,12 @@ def run_casts(
     """
     first, second = [], []
     for job in jobs:
+        row = None
         if job.rowwise or job.columnwise_waits:
-            first.append(_Measured(job, "rowwise", job.x))
+            row = _Measured(job, "rowwise", job.x)
+            first.append(row)
         if job.columnwise and not job.columnwise_waits:
-            first.append(_Measured(job, "columnwise", job.x.t()))
+            first.append(_Measured(job, "columnwise", job.x.t(), row))
     _encode_all(first, reduce_max)
     for job in jobs:
         if job.columnwise_waits:
@@ -73,22 +75,38 @@ def run_casts(
 class _Measured:
     """One plane on its way: its matrix with the contraction last, and its amax."""
 
-    def __init__(self, job: CastJob, direction: Direction, source: torch.Tensor):
+    def __init__(
+        self,
+        job: CastJob,
+        direction: Direction,
+        source: torch.Tensor,
+        twin: _Measured | None = None,
+    ):
+        """twin: the other direction of the same matrix; its tensor amax is not read twice."""
         self.job, self.direction, self.source = job, direction, source
         self.format = job.format(direction)
+        self.child = job.quantizer.child(direction)
         self.statistic = None
-        if self.format.statistic == "scale":
-            child = job.quantizer.child(direction)
+        self.is_copy = twin is not None and self._has_statistic_of(twin)
+        if self.is_copy:
+            self.statistic = twin.statistic
+        elif self.format.statistic == "scale":
             if job.record and source.numel():
-                child.record_amax(self.format.measure(source))
-            self.statistic = child.scale
+                self.child.record_amax(self.format.measure(source))
+            self.statistic = self.child.scale
         elif self.format.statistic != "none":
             self.statistic = self.format.measure(source)
 
     @property
     def is_shared(self) -> bool:
         # Row amaxes stay local: either the rank contracts its own shard, or it holds whole rows.
-        return self.job.reduce and self.format.statistic == "tensor"
+        return self.job.reduce and self.format.statistic == "tensor" and not self.is_copy
+
+    def _has_statistic_of(self, twin: _Measured) -> bool:
+        if self.format.statistic == "scale":
+            return self.child is twin.child
+        both_tensor = self.format.statistic == twin.format.statistic == "tensor"
+        return both_tensor and self.format.rht is None and twin.format.rht is None
 
     def encode(self) -> None:
         rounding = self.job.rounding.get(self.direction)

@@ -1,16 +1,14 @@
 """What every module of this package shares: a name, its slots, and the binding to a recipe.
 
-A binding is what one recipe means for one module: quantizers of its slots and kernels of its GEMMs.
-It is built at the first forward under that recipe and kept; an unchanged recipe costs one lookup.
+A binding is built at the first forward under a recipe and kept; an unchanged recipe costs a lookup.
 """
 
 from __future__ import annotations
 
 import collections
 import copy
-import dataclasses
+import gc
 import itertools
-import logging
 import warnings
 import zlib
 from typing import Any
@@ -19,64 +17,18 @@ import torch
 
 from .. import stepping
 from ..context import Frame, current_frame
-from ..delayed import DelayedSlot, text_hash
+from ..delayed import DelayedSlot
 from ..distributed import collectives
-from ..formats.identity import IdentityQuantizer
-from ..formats.plane import Direction, Rounding
 from ..formats.quantizer import Quantizer
 from ..formats.requests import DelayedScalingRequest
-from ..ops.gemm import Kernel, device_kind, select
-from ..recipe import CustomRecipe
-from ..resolution import Site, ask_factory, choose_kernel, describe_slots
+from ..ops.gemm import device_kind
+from ..resolution import Site, ask_factory, choose_kernel, describe_recipe, describe_slots
 from ..roles import LINEAR_GEMMS, QuantizerRole, Slot
-
-logger = logging.getLogger("dist_finegrain")
+from .binding import HIGH_PRECISION, Binding, DelayedUse, agreed, log_first_emulation
 
 _KEPT_BINDINGS = 4
 _FORWARDS_BEFORE_WARNING = 64
 _owners = itertools.count()
-
-
-@dataclasses.dataclass
-class Binding:
-    """One recipe resolved for one module; ``has_backward`` once the backward slots were asked."""
-
-    recipe: CustomRecipe | None
-    quantizers: dict[str, Quantizer]
-    kernels: dict[str, Kernel]
-    has_backward: bool = False
-    delayed: list[tuple[DelayedSlot, DelayedScalingRequest]] = dataclasses.field(
-        default_factory=list
-    )
-    streams: dict[tuple[str, Direction], int] = dataclasses.field(default_factory=dict)
-
-    def rounding(
-        self, tensor_type: str, direction: Direction, row_origin: int, contraction_origin: int
-    ) -> Rounding:
-        """Where stochastic rounding of this slot's plane draws from in this step."""
-        return Rounding(
-            seed=self.recipe.rounding_seed if self.recipe else 0,
-            stream=self.streams.get((tensor_type, direction), 0),
-            step=stepping.completed_steps(),
-            row_origin=row_origin,
-            contraction_origin=contraction_origin,
-        )
-
-    def is_fast(self, gemm: str) -> bool:
-        """Whether the recipe lets this GEMM use fast accumulation."""
-        return self.recipe is not None and gemm in self.recipe.fast_accumulation
-
-
-def _high_precision_binding() -> Binding:
-    """The binding of the disabled path: Identity everywhere, no factory involved."""
-    identity = IdentityQuantizer()
-    types = ("input", "weight", "output", "grad_output", "grad_input")
-    pair = identity.plane_format("rowwise")
-    kernels = {g.gemm: select(g.gemm, pair, pair, "cpu", "native", k=1, n=1) for g in LINEAR_GEMMS}
-    return Binding(None, dict.fromkeys(types, identity), kernels, has_backward=True)
-
-
-_HIGH_PRECISION = _high_precision_binding()
 
 
 class QuantizedModule(torch.nn.Module):
@@ -90,10 +42,12 @@ class QuantizedModule(torch.nn.Module):
         self._output_role: QuantizerRole | None = None
         self._grad_input_role: QuantizerRole | None = None
         self._bindings: collections.OrderedDict[Any, Binding] = collections.OrderedDict()
-        self._active: Binding | None = None
+        self._trained: Binding | None = None  # whose requests the delayed slots follow
         self._delayed: dict[tuple, DelayedSlot] = {}
         self._owner = next(_owners)
-        self._forwards = (0, 0)  # (step, training forwards in it)
+        self._step = -1  # the step that the next two are about
+        self._frames: dict[Any, Frame] = {}
+        self._training_forwards = 0
 
     # Names and roles.
     @property
@@ -129,6 +83,11 @@ class QuantizedModule(torch.nn.Module):
             self._grad_input_role = role
             self._outdate()
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether a recipe was resolved for this module as it is now."""
+        return bool(self._bindings)
+
     def get_quantizer_slots(self) -> tuple[Slot, ...]:
         """The module's slots in the order in which the factory is asked."""
         raise NotImplementedError
@@ -145,7 +104,7 @@ class QuantizedModule(torch.nn.Module):
     def _outdate(self) -> None:
         """Something that a resolution depends on changed: ask again at the next forward."""
         self._bindings.clear()
-        self._active = None
+        self._trained = None
         self._drop_weight_cache()
 
     def _drop_weight_cache(self) -> None:
@@ -156,30 +115,47 @@ class QuantizedModule(torch.nn.Module):
 
         Communicates within ``quantization_group()`` when it resolves: every rank must get here.
         """
-        frame = current_frame()
-        training = torch.is_grad_enabled() and self.training
-        if training:
+        frame = self._frame_in_force()
+        if torch.is_grad_enabled():
             stepping.note_training_forward()
         if not frame.enabled:
-            return _HIGH_PRECISION
+            return HIGH_PRECISION
         binding = self._binding_for(frame, device, compute_dtype)
         if torch.is_grad_enabled() and not binding.has_backward:
             self._resolve(binding, "backward", frame, device)
             binding.has_backward = True
-        if binding is not self._active:
-            self._active = binding
-            for slot, request in binding.delayed:
-                slot.adopt(request)
-        if training and binding.delayed:
-            self._warn_if_steps_never_end()
+        if binding.delayed and self.training and torch.is_grad_enabled():
+            self._train_delayed(binding)
         return binding
+
+    def _frame_in_force(self) -> Frame:
+        """The open autocast; a recomputation outside of any uses the only one of this step."""
+        now = stepping.completed_steps()
+        if self._step != now:
+            self._step, self._training_forwards = now, 0
+            self._frames.clear()
+        frame = current_frame()
+        if not frame.is_default:
+            key = (frame.enabled, frame.token, frame.amax_reduction_group)
+            self._frames.setdefault(key, frame)
+            return frame
+        if not stepping.inside_backward():
+            self._frames.setdefault(None, frame)
+            return frame
+        if len(self._frames) > 1:
+            raise RuntimeError(
+                f"{self.resolution_site('this device')} ran under {len(self._frames)} recipes in "
+                "this step, so its recomputation in backward cannot know which to use; open "
+                "autocast(recipe=...) inside the checkpointed function"
+            )
+        return next(iter(self._frames.values()), frame)
 
     def _binding_for(self, frame: Frame, device: torch.device, dtype: torch.dtype) -> Binding:
         """The kept binding of this frame, or a new one whose forward slots are resolved."""
         key = (frame.token, device, dtype, frame.amax_reduction_group)
         binding = self._bindings.get(key)
         if binding is None:
-            binding = Binding(frame.recipe, {}, {})
+            binding = Binding(frame.recipe)
             self._resolve(binding, "forward", frame, device)
             self._bindings[key] = binding
             if len(self._bindings) > _KEPT_BINDINGS:
@@ -192,13 +168,11 @@ class QuantizedModule(torch.nn.Module):
         recipe = frame.recipe
         site = self.resolution_site(device_kind(device))
         slots = [s for s in self.get_quantizer_slots() if s.direction == direction]
-        group = self.quantization_group()
-        delayed: list[tuple[DelayedSlot, DelayedScalingRequest]] = []
+        uses: list[DelayedUse] = []
 
         def bind_delayed(slot: Slot, child: str, request: DelayedScalingRequest) -> Quantizer:
-            state = self._delayed_slot(slot, child, request, frame, device)
-            delayed.append((state, request))
-            return state.quantizer()
+            uses.append(self._delayed_use(slot, child, request, frame, device))
+            return uses[-1].slot.quantizer()
 
         def resolve():
             quantizers = ask_factory(recipe, slots, site, bind_delayed)
@@ -208,24 +182,26 @@ class QuantizedModule(torch.nn.Module):
                 for g in LINEAR_GEMMS
                 if (g.gemm == "fprop") == (direction == "forward")
             }
-            return quantizers, kernels, describe_slots(slots, quantizers)
+            lines = [describe_recipe(recipe), describe_slots(slots, quantizers)]
+            lines += [f"{use.slot.key}: {use.request}" for use in uses]
+            return (quantizers, kernels), "\n".join(lines)
 
-        quantizers, kernels = _resolved_alike(resolve, site, group, device)
-        _log_first_emulation(site, kernels)
+        quantizers, kernels = agreed(resolve, site, self.quantization_group(), device)
+        log_first_emulation(site, kernels)
         binding.quantizers.update(quantizers)
         binding.kernels.update(kernels)
-        binding.delayed += delayed
-        for state, request in delayed:
-            state.adopt(request)
-            self._delayed[state.key] = state
-            stepping.register_slot(state)
+        binding.delayed += uses
+        self._trained = None
+        for use in uses:
+            self._delayed[use.slot.key] = use.slot
+            stepping.register_slot(use.slot)
         for slot in slots:
             for plane, suffix in (("rowwise", "row"), ("columnwise", "col")):
                 text = f"{self.name}|{slot.tensor_type}||{suffix}"
                 binding.streams[slot.tensor_type, plane] = zlib.crc32(text.encode())
 
     # Delayed scaling.
-    def _delayed_slot(self, slot, child, request, frame: Frame, device) -> DelayedSlot:
+    def _delayed_use(self, slot, child, request, frame: Frame, device) -> DelayedUse:
         """The state for a request: the kept one of the same place and element, or a new one."""
         element = request.element(forward=slot.direction == "forward")
         key = (slot.direction, slot.position, slot.tensor_type, child, element)
@@ -233,8 +209,7 @@ class QuantizedModule(torch.nn.Module):
         state = self._delayed.get(key)
         if state is None:
             state = DelayedSlot(key, self.name, request, element, device, self._owner)
-        state.name, state.group = self.name, group
-        return state
+        return DelayedUse(state, request, group)
 
     def _delayed_group(self, request: DelayedScalingRequest, frame: Frame) -> Any:
         """Where this request's amaxes are reduced; refuses groups that would give wrong scales."""
@@ -260,37 +235,49 @@ class QuantizedModule(torch.nn.Module):
                 "delayed scaling over several ranks needs named modules; "
                 "e.g. Linear(..., name='decoder.0.fc1') or assign_names(model)"
             )
-        for other in stepping.registered_slots():
-            same_place = other.name == self.name and other.group == group
-            if same_place and other.owner != self._owner:
+        if not self._delayed and self._name_is_taken(group):
+            gc.collect()  # a model that was dropped may still wait for the garbage collector
+            if self._name_is_taken(group):
                 raise ValueError(
                     f"two modules have the name {self.name!r}; delayed scaling over several ranks "
                     "needs unique names, e.g. assign_names(model, overwrite=True)"
                 )
         return group
 
-    def _warn_if_steps_never_end(self) -> None:
-        step, count = self._forwards
-        now = stepping.completed_steps()
-        self._forwards = (now, count + 1 if step == now else 1)
-        if self._forwards[1] == _FORWARDS_BEFORE_WARNING + 1:
+    def _name_is_taken(self, group: Any) -> bool:
+        return any(
+            other.name == self.name and other.group == group and other.owner != self._owner
+            for other in stepping.registered_slots()
+        )
+
+    def _train_delayed(self, binding: Binding) -> None:
+        """Let the slots follow the binding that trains, and notice steps that never end."""
+        if binding is not self._trained:
+            self._trained = binding
+            for use in binding.delayed:
+                use.slot.adopt(use.request, use.group, self.name)
+        self._training_forwards += 1
+        if self._training_forwards == _FORWARDS_BEFORE_WARNING + 1:
             _warn_never_ending_step()
 
     # Copies, moves and loads.
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
-        for slot in self._delayed.values():
-            slot.to(fn(slot.scale).device)
-        self._outdate()
+        moved = [slot.to(fn(slot.scale).device) for slot in self._delayed.values()]
+        if any(moved):
+            self._outdate()  # bound quantizers read the tensors that were left behind
+        self._drop_weight_cache()
         return self
 
     def _load_from_state_dict(self, *args, **kwargs):
         super()._load_from_state_dict(*args, **kwargs)
-        self._outdate()
+        for slot in self._delayed.values():
+            slot.reset()
+        self._drop_weight_cache()
 
     def __getstate__(self) -> dict:
         state = dict(self.__dict__)
-        state.update(_bindings=collections.OrderedDict(), _active=None)
+        state.update(_bindings=collections.OrderedDict(), _trained=None, _frames={}, _step=-1)
         return state
 
     def __deepcopy__(self, memo):
@@ -319,38 +306,3 @@ def _warn_never_ending_step() -> None:
             "dist_finegrain.end_step() yourself.",
             stacklevel=4,
         )
-
-
-_logged_emulation = False
-
-
-def _log_first_emulation(site: Site, kernels: dict[str, Kernel]) -> None:
-    """One line per run, when the first module gets a GEMM that was asked to be emulated."""
-    global _logged_emulation
-    count = sum(kernel.execution == "emulated" for kernel in kernels.values())
-    if count and not _logged_emulation:
-        _logged_emulation = True
-        logger.warning("%d GEMMs of %s run in exact emulation; see plan()", count, site)
-
-
-def _resolved_alike(resolve, site: Site, group: Any, device: torch.device):
-    """Run ``resolve`` and compare its outcome over the group: all ranks go on, or all raise."""
-    error, text = None, ""
-    try:
-        quantizers, kernels, text = resolve()
-    except Exception as caught:
-        if collectives.group_size(group) == 1:
-            raise
-        error, text = caught, f"{type(caught).__name__}: {caught}"
-    if collectives.group_size(group) > 1 and not collectives.all_equal(
-        text_hash(text), group, device
-    ):
-        texts = collectives.all_gather_object(text, group)
-        lines = "\n".join(f"rank {r}:\n{t}" for r, t in enumerate(texts))
-        error = error or ValueError(
-            f"the ranks of {site} resolved different recipes; the factory must answer alike on "
-            f"every rank of a tensor-parallel group:\n{lines}"
-        )
-    if error is not None:
-        raise error
-    return quantizers, kernels

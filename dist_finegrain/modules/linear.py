@@ -96,6 +96,11 @@ class Linear(QuantizedModule):
             tp_group = tp_mesh.get_group()
         if tp_group is not None:
             tp_size = collectives.group_size(tp_group)
+        if tp_size < 1:  # the size of a group without this rank is -1
+            raise ValueError(
+                f"tp_size={tp_size}; accepted: a positive number of ranks, or a tp_group that has "
+                "this rank, e.g. tp_size=1"
+            )
         params_dtype = params_dtype or torch.get_default_dtype()
         check_high_precision(params_dtype, "params_dtype")
         sharded = {"column": out_features, "row": in_features}.get(parallel_mode, tp_size)
@@ -170,24 +175,33 @@ class Linear(QuantizedModule):
                 self._register(f"{prefix}bias", torch.empty(rows, dtype=dtype, device=device), 0)
             else:
                 self.register_parameter(f"{prefix}bias", None)
+        self._mark_parameters()
         self.reset_parameters()
 
     def _register(self, name: str, local: torch.Tensor, shard_dim: int) -> None:
-        """Register a shard under Megatron's attributes, or as a DTensor over tp_mesh."""
+        """Register this rank's shard, as a DTensor if there is a tp_mesh."""
         is_replicated = self.parallel_mode is None or (
             self.parallel_mode == "row" and local.dim() == 1
         )
         if self.tp_mesh is not None:
             placement = Replicate() if is_replicated else Shard(shard_dim)
             local = DTensor.from_local(local, self.tp_mesh, [placement], run_check=False)
-        parameter = torch.nn.Parameter(local)
-        if self.parallel_mode is not None and not is_replicated:
-            parameter.tensor_model_parallel = True
-            parameter.partition_dim = shard_dim
-            parameter.partition_stride = 1
-        if is_replicated and self.sequence_parallel:
-            parameter.sequence_parallel = True  # each rank's gradient covers its rows only
-        self.register_parameter(name, parameter)
+        self.register_parameter(name, torch.nn.Parameter(local))
+
+    def _mark_parameters(self) -> None:
+        """Set Megatron's attributes: how weights are sharded, which gradients are partial sums."""
+        if self.parallel_mode is None:
+            return
+        column = self.parallel_mode == "column"
+        for prefix in self._weight_names:
+            weight, bias = (getattr(self, prefix + name) for name in ("weight", "bias"))
+            for parameter in (weight, bias) if column else (weight,):
+                if parameter is not None:
+                    parameter.tensor_model_parallel = True
+                    parameter.partition_dim = 0 if column else 1
+                    parameter.partition_stride = 1
+            if bias is not None and not column and self.sequence_parallel and not self.tp_mesh:
+                bias.sequence_parallel = True  # each rank's gradient covers its rows only
 
     def reset_parameters(self) -> None:
         """Initialise weights (init_method, default normal(0, 0.023)) and set biases to zero."""
@@ -228,6 +242,16 @@ class Linear(QuantizedModule):
     def _drop_weight_cache(self) -> None:
         self._weight_cache = None
 
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        self._mark_parameters()  # to_empty() and the like make new parameters
+        return self
+
+    def __deepcopy__(self, memo):
+        twin = super().__deepcopy__(memo)
+        twin._mark_parameters()
+        return twin
+
     # Forward.
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None):
         """y of x [..., in_features]; (y, bias) with return_bias.
@@ -249,6 +273,7 @@ class Linear(QuantizedModule):
             needs_wgrad=grad_enabled and weight.requires_grad,
             training=grad_enabled and self.training,
             parameter=getattr(self, "weight", None),
+            sums_bias_gradient=self.tp_mesh is not None,
             fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
             save_original_input=self.save_original_input,
             wgrad_store=self._wgrad_store if self.delay_wgrad_compute else None,
@@ -317,9 +342,15 @@ class Linear(QuantizedModule):
                 f"over {self.tp_size} ranks and needs a multiple of that"
             )
         accumulates = self.fuse_wgrad_accumulation and torch.is_grad_enabled()
-        if accumulates and parameter.requires_grad and not hasattr(parameter, "main_grad"):
+        main_grad = getattr(parameter, "main_grad", None)
+        if (
+            accumulates
+            and parameter.requires_grad
+            and getattr(main_grad, "shape", ()) != (parameter.shape)
+        ):
             raise ValueError(
-                f"fuse_wgrad_accumulation=True, but the weight of {label} has no main_grad; "
+                f"fuse_wgrad_accumulation=True, but the weight of {label} has no main_grad of its "
+                f"shape {tuple(parameter.shape)}; "
                 "e.g. weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)"
             )
         return _compute_dtype(x, parameter.dtype, label)
@@ -328,18 +359,16 @@ class Linear(QuantizedModule):
     def backward_dw(self) -> None:
         """Compute the oldest weight gradient that ``delay_wgrad_compute`` put off; accumulate it.
 
-        Does nothing when delay_wgrad_compute is off. Raises RuntimeError when none is waiting.
+        Does nothing when delay_wgrad_compute is off or the weight is frozen. Raises RuntimeError
+        when none is waiting.
         """
-        if not self.delay_wgrad_compute:
+        if not self.delay_wgrad_compute or not self.weight.requires_grad:
             return
         if not self._wgrad_store:
             raise RuntimeError("backward_dw() without a backward pass that delayed a gradient")
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(self.weight.device.type, enabled=False):
             gradient = self._wgrad_store.pop(0)()
-            if gradient is None:
-                return
-            if self.fuse_wgrad_accumulation:
-                self.weight.grad = gradient
+            if gradient is None or (self.fuse_wgrad_accumulation and self.weight.grad is not None):
                 return
             if self.tp_mesh is not None:
                 gradient = DTensor.from_local(

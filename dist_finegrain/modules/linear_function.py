@@ -32,7 +32,8 @@ class LinearCall:
     """Everything about one forward that is not a tensor.
 
     group, rank: the tensor-parallel group and this rank in it; None outside tensor parallelism.
-    parameter: the weight parameter that owns main_grad, or None; wgrad_store: where a delayed
+    parameter: the weight parameter that owns main_grad, or None; sums_bias_gradient: under SP, add
+    up the ranks' bias gradients here, not in the trainer; wgrad_store: where a delayed
     weight gradient is put, or None; cache: quantized weights kept across microbatches, or None.
     """
 
@@ -45,6 +46,7 @@ class LinearCall:
     needs_wgrad: bool
     training: bool
     parameter: torch.nn.Parameter | None = None
+    sums_bias_gradient: bool = False
     fuse_wgrad_accumulation: bool = False
     save_original_input: bool = False
     wgrad_store: list | None = None
@@ -117,7 +119,7 @@ class LinearFunction(torch.autograd.Function):
             ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
             ctx.bias_dtype = None if bias is None else bias.dtype
             c = call.compute_dtype
-            x, weight = x.to(c).contiguous(), weight.to(c)
+            local_x = x = x.to(c).contiguous()
             bias = None if bias is None else bias.to(c)
             if call.gathers_input:
                 x = collectives.all_gather_rows(x, call.group)
@@ -135,7 +137,7 @@ class LinearFunction(torch.autograd.Function):
 
         ctx.call = call
         w_col = w_planes["columnwise"] if call.needs_dgrad else None
-        _save_planes(ctx, x_col, w_col, x if late_column else None)
+        _save_planes(ctx, x_col, w_col, local_x if late_column else None)
         return y
 
     @staticmethod
@@ -147,8 +149,11 @@ class LinearFunction(torch.autograd.Function):
             dy = grad_output.to(call.compute_dtype).contiguous()
             grad_bias = None
             if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-                # Under SP in row mode these are this rank's rows: the trainer sums the shards.
-                grad_bias = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+                # Under SP in row mode these are this rank's rows; else the trainer sums the shards.
+                grad_bias = dy.sum(0, dtype=torch.float32)
+                if call.gathers_grad_output and call.sums_bias_gradient:
+                    collectives.all_reduce_sum(grad_bias, call.group)
+                grad_bias = grad_bias.to(ctx.bias_dtype)
             if call.gathers_grad_output:
                 dy = collectives.all_gather_rows(dy, call.group)
             job = call.job("grad_output", dy, call.needs_dgrad, call.needs_wgrad)
@@ -163,6 +168,8 @@ class LinearFunction(torch.autograd.Function):
             grad_weight = None
             if call.needs_wgrad:
                 if x_col is None:
+                    if call.gathers_input:
+                        x = collectives.all_gather_rows(x, call.group)
                     x_job = call.job("input", x, False, True)
                     call.cast(x_job)
                     x_col = x_job.planes["columnwise"]
@@ -178,6 +185,7 @@ def _weight_planes(call: LinearCall, weight, x_job: CastJob) -> dict[Direction, 
     need_col = call.needs_dgrad and cached["columnwise"] is None
     jobs = [x_job]
     if cached["rowwise"] is None or need_col:
+        weight = weight.to(call.compute_dtype)
         jobs.append(call.job("weight", weight, cached["rowwise"] is None, need_col))
     call.cast(*jobs)
     made = jobs[1].planes if len(jobs) > 1 else {}

@@ -5,7 +5,7 @@ Legend: A [R, C], B [S, C], result [R, S].
 
 from __future__ import annotations
 
-import contextlib
+import threading
 
 import torch
 
@@ -76,19 +76,37 @@ def _finish(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 def _product_fp32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if left.is_cuda and left.dtype != torch.float32 and left.dtype == right.dtype:
         return torch.mm(left, right.t(), out_dtype=torch.float32)
-    with _ieee_fp32():
+    with _ieee_fp32:
         return torch.mm(left.float(), right.float().t())
 
 
-@contextlib.contextmanager
-def _ieee_fp32():
-    """FP32 products with FP32 operands, whatever precision the user allows elsewhere."""
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
-    previous = [b.fp32_precision for b in backends]
-    for backend in backends:
-        backend.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        for backend, precision in zip(backends, previous, strict=True):
-            backend.fp32_precision = precision
+class _IeeeFp32:
+    """FP32 products with FP32 operands, whatever precision the user allows elsewhere.
+
+    The setting is the process's: the first thread in changes it, the last one out restores it.
+    """
+
+    def __init__(self):
+        self._lock, self._inside, self._previous = threading.Lock(), 0, ()
+
+    @property
+    def _backends(self):
+        return torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+
+    def __enter__(self):
+        with self._lock:
+            if self._inside == 0:
+                self._previous = [backend.fp32_precision for backend in self._backends]
+                for backend in self._backends:
+                    backend.fp32_precision = "ieee"
+            self._inside += 1
+
+    def __exit__(self, *exc_info):
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                for backend, precision in zip(self._backends, self._previous, strict=True):
+                    backend.fp32_precision = precision
+
+
+_ieee_fp32 = _IeeeFp32()

@@ -178,6 +178,110 @@ def test_copies_share_the_group_and_pickles_drop_it():
         assert "set_tensor_parallel_group" in without
 
 
+def evaluation_without_the_group():
+    """Training reduces over a group; a validation forward names none; training goes on."""
+    group, rank = dist.new_group([0, 1]), dist.get_rank()
+    module = dfg.Linear(64, 64, bias=False, name="decoder.0.fc1")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    x = torch.full((16, 64), 1.0 + 9.0 * rank)
+    recipe = emulated(PLAIN["delayed"])
+    for _ in range(2):
+        with dfg.autocast(recipe=recipe, amax_reduction_group=group):
+            module(x).sum().backward()
+        with torch.no_grad(), dfg.autocast(recipe=recipe):
+            module(x)
+        optimizer.step()
+    return {k: s.scale.item() for k, s in module._delayed.items()}
+
+
+def test_evaluation_without_the_group_does_not_switch_the_reduction_off():
+    first, second = run_ranks(evaluation_without_the_group, 2)
+    assert first == second
+    assert first["forward", 0, "input", "both", "e4m3"] == pytest.approx(44.8)
+
+
+def one_rank_skips_its_forward():
+    group, rank = dist.new_group([0, 1]), dist.get_rank()
+    module = dfg.Linear(64, 64, bias=False, name="decoder.0.fc1")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    for step in range(3):
+        if step != 1 or rank == 0:
+            with dfg.autocast(recipe=emulated(PLAIN["delayed"]), amax_reduction_group=group):
+                module(torch.full((16, 64), 2.0**step)).sum().backward()
+        optimizer.step()
+    return {k: s.history.tolist() for k, s in module._delayed.items()}
+
+
+def test_rank_without_a_forward_joins_the_reduction():
+    first, second = run_ranks(one_rank_skips_its_forward, 2)
+    assert first == second
+    assert first["forward", 0, "input", "both", "e4m3"] == [0, 1, 2, 4]
+
+
+def copy_on_one_rank():
+    group, rank = dist.new_group([0, 1]), dist.get_rank()
+    module = column_linear(group)
+    average = copy.deepcopy(module) if rank == 0 else None
+    twin = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.0)
+    with torch.no_grad():
+        twin.weight.mul_(1 + 9 * rank)
+    for _ in range(2):
+        forward(twin, PLAIN["delayed"]).sum().backward()
+        optimizer.step()
+    return {k: s.scale.item() for k, s in twin._delayed.items()}, average is None
+
+
+def test_copy_that_one_rank_keeps_does_not_part_the_scales():
+    (first, _), (second, _) = run_ranks(copy_on_one_rank, 2)
+    assert first == second
+
+
+def marks_and_mesh_bias():
+    """Megatron's attributes after copies and moves; bias gradients of a DTensor Linear under SP."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    group, rank = mesh["tp"].get_group(), dist.get_rank()
+    options = {"parallel_mode": "row", "sequence_parallel": True, "name": "fc"}
+    module = dfg.Linear(64, 64, tp_group=group, **options)
+    meta = dfg.Linear(64, 64, tp_group=group, device="meta", **options).to_empty(device="cpu")
+    marks = [(vars(m.weight), vars(m.bias)) for m in (module, copy.deepcopy(module), meta)]
+    over_mesh = dfg.Linear(64, 64, tp_mesh=mesh["tp"], **options)
+    y = over_mesh(torch.randn(16, 32))
+    y.backward(torch.full_like(y, 1.0 + rank))
+    return marks, over_mesh.bias.grad.to_local().unique().tolist()
+
+
+def test_marks_survive_copies_and_mesh_biases_get_whole_gradients():
+    for marks, bias_gradient in run_ranks(marks_and_mesh_bias, 2):
+        for weight, bias in marks:
+            assert weight["tensor_model_parallel"] and weight["partition_dim"] == 1
+            assert bias == {"sequence_parallel": True}
+        assert bias_gradient == [8 * 1.0 + 8 * 2.0]
+
+
+def other_options_by_rank(role):
+    length = 4 + dist.get_rank()
+    return dfg.DelayedScalingRequest(amax_history_len=length)
+
+
+def disagreeing_options():
+    group = dist.new_group([0, 1])
+    module = column_linear(group)
+
+    def with_seed():
+        recipe = emulated(factories.mxfp8_factory, rounding_seed=dist.get_rank())
+        with dfg.autocast(recipe=recipe):
+            module(torch.ones(16, 64))
+
+    return [message_of(lambda: forward(module, other_options_by_rank)), message_of(with_seed)]
+
+
+def test_ranks_with_other_requests_or_seeds_raise():
+    for messages in run_ranks(disagreeing_options, 2):
+        assert "amax_history_len=4" in messages[0] and "amax_history_len=5" in messages[0]
+        assert "rounding_seed=0" in messages[1] and "rounding_seed=1" in messages[1]
+
+
 def mesh_and_group():
     """A Linear over a DeviceMesh against the same over its process group."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

@@ -330,10 +330,10 @@ def test_quick_start_reaches_its_loss_and_bf16_agrees(tmp_path):
 @pytest.mark.slow
 def test_nvfp4_gradients_agree_at_the_first_and_the_last_step(tmp_path):
     recipe = "dist_finegrain.factories:nvfp4_factory"
-    options = ["--recipe", recipe, "--steps", 100, "--check-gradients", "--out", tmp_path]
+    options = ["--recipe", recipe, "--check-gradients", "--out", tmp_path]
     run_ranks(SCRIPT, 2, *options, timeout=1200)
     events = read_metrics(tmp_path)
-    assert [record["step"] for record in events["gradients"]] == [1, 100]
+    assert [record["step"] for record in events["gradients"]] == [1, events["config"][0]["steps"]]
     for record in events["gradients"]:
         check_agreement([GradientComparison(**row) for row in record["rows"]], nvfp4_factory)
-    assert events["step"][-1]["loss"] < 2.6
+    assert events["held_out"][0]["loss"] < 2.2

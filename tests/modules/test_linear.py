@@ -247,6 +247,52 @@ def test_cached_weight_is_refreshed_when_the_step_ends_and_on_load():
     assert module._weight_cache is None
 
 
+def test_eval_mode_with_gradients_ends_steps_too():
+    """Fine-tuning in eval() mode (no dropout): the cached weight follows the optimizer."""
+    recipe, x = emulated(factories.mxfp8_factory), torch.randn(8, 96)
+    module = make(bias=False).eval()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    run(module, x, recipe, is_first_microbatch=True)
+    optimizer.step()
+    cached = run(module, x, recipe, is_first_microbatch=False)
+    assert_equal(cached, run(module, x, recipe))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["mxfp8", "guide", "current", "delayed", "identity"])
+def test_recomputation_outside_of_autocast_uses_the_recipe_of_the_step(name, reentrant):
+    """backward() after autocast was left recomputes under the forward's recipe, bit for bit."""
+    from torch.utils.checkpoint import checkpoint
+
+    recipe, x = emulated(ALL[name]), torch.randn(24, 96)
+    plain, module = make(), make()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, module)]
+    for _ in range(2):
+        wanted = run(plain, x, recipe)
+        module.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with dfg.autocast(recipe=recipe):
+            y = checkpoint(module, leaf, use_reentrant=reentrant)
+        y.backward(torch.ones_like(y))
+        assert_equal((y.detach(), leaf.grad, module.weight.grad, module.bias.grad), wanted)
+        for optimizer in optimizers:
+            optimizer.step()
+    for ours, theirs in zip(module._delayed.values(), plain._delayed.values(), strict=True):
+        assert torch.equal(ours.history, theirs.history)
+
+
+def test_recomputation_after_two_recipes_in_a_step_is_refused():
+    from torch.utils.checkpoint import checkpoint
+
+    module, x = make(), torch.randn(24, 96, requires_grad=True)
+    with dfg.autocast(recipe=emulated(PLAIN["mxfp8"])):
+        y = checkpoint(module, x, use_reentrant=True)
+    with dfg.autocast(recipe=emulated(PLAIN["nvfp4"])):
+        module(x)
+    with pytest.raises(RuntimeError, match="ran under 2 recipes.*checkpointed function"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("name", sorted(set(ALL) - {"delayed", "delayed_children"}))
 def test_validation_before_training_leaves_no_half_cached_weight(name):
     """Bug case 13: the missing direction is made on demand."""
@@ -403,9 +449,13 @@ def test_main_grad_adds_up_over_microbatches(name, flag):
     assert error < 2.0**-8 * plain.weight.grad.norm()
 
 
-def test_fused_accumulation_without_main_grad_is_refused():
-    with pytest.raises(ValueError, match="main_grad"):
-        make(fuse_wgrad_accumulation=True)(torch.randn(4, 96))
+@pytest.mark.parametrize("main_grad", ["missing", None, torch.zeros(1, 80, 96)])
+def test_fused_accumulation_without_a_fitting_main_grad_is_refused(main_grad):
+    module = make(fuse_wgrad_accumulation=True)
+    if not isinstance(main_grad, str):
+        module.weight.main_grad = main_grad
+    with pytest.raises(ValueError, match=r"no main_grad of its shape \(80, 96\)"):
+        module(torch.randn(4, 96))
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
@@ -424,6 +474,25 @@ def test_delayed_weight_gradient_equals_the_immediate_one(name):
     assert torch.equal(late.weight.grad, total)
     with pytest.raises(RuntimeError, match="backward_dw"):
         late.backward_dw()
+
+
+def test_backward_dw_ignores_torch_autocast_and_keeps_other_gradients():
+    x = torch.randn(16, 96)
+    late, now = make(delay_wgrad_compute=True), make()
+    wanted = run(now, x, None)[2]
+    late(x).sum().backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        late.backward_dw()
+    assert torch.equal(late.weight.grad, wanted)
+    fused = make(delay_wgrad_compute=True, fuse_wgrad_accumulation=True)
+    fused.weight.main_grad = torch.zeros(80, 96)
+    fused.weight.grad_added_to_main_grad = False
+    fused.weight.grad = torch.ones(80, 96)
+    fused(x).sum().backward()
+    fused.backward_dw()
+    assert torch.equal(fused.weight.main_grad, wanted) and (fused.weight.grad == 1).all()
+    fused.weight.requires_grad_(False)
+    fused.backward_dw()
 
 
 @pytest.mark.parametrize("name", sorted(set(ALL) - {"delayed", "delayed_children"}))
@@ -531,13 +600,13 @@ def test_torch_autocast_casts_and_keeps_gradient_dtypes():
 
 
 def test_first_emulated_gemm_is_logged_once(monkeypatch, caplog):
-    from dist_finegrain.modules import base
+    from dist_finegrain.modules import binding
 
-    monkeypatch.setattr(base, "_logged_emulation", False)
+    monkeypatch.setattr(binding, "_logged_emulation", False)
     for _ in range(2):
         run(make(), torch.randn(4, 96), emulated(PLAIN["mxfp8"]))
     lines = [r.getMessage() for r in caplog.records if "emulation" in r.getMessage()]
-    assert lines == ["1 GEMMs of module 'demo.fc1' run in exact emulation; see plan()"]
+    assert lines == ["exact emulation: 1 GEMMs of module 'demo.fc1' and maybe more; see plan()"]
 
 
 def test_return_bias_leaves_the_bias_out():

@@ -13,6 +13,7 @@ from dist_finegrain import factories
 from tests.recipes import emulated
 
 SHAPE = (32, 64, 48)  # M, K, N
+_CALLS = []  # not captured: a factory that changes what it captured is another factory
 
 
 class Recording:
@@ -80,11 +81,12 @@ def test_new_recipe_object_of_the_same_factory_asks_nothing():
 
 def test_recreated_partials_and_functions_with_equal_captures_ask_nothing():
     module, x = make()
-    calls = []
+    calls = _CALLS
+    calls.clear()
 
     def build(element_name):
         def factory(role):
-            calls.append(element_name)
+            _CALLS.append(element_name)
             return factories.mxfp8_factory(role)
 
         return factory
@@ -121,6 +123,63 @@ def test_changed_recipe_key_and_changed_field_and_invalidate_ask_again():
     recipe.invalidate()
     train_step(module, x, recipe)
     assert len(factory.take()) == 5
+
+
+def test_invalidate_reaches_every_recipe_of_the_factory():
+    module, x = make()
+    factory = Recording()
+    train_step(module, x, emulated(factory))
+    emulated(factory).invalidate()
+    factory.take()
+    train_step(module, x, emulated(factory))
+    assert len(factory.take()) == 5
+    train_step(module, x, emulated(factory))
+    assert factory.take() == []
+
+
+def test_list_that_a_partial_captured_is_compared_by_what_it_held():
+    module, x = make()
+    asked = _CALLS
+    asked.clear()
+
+    def pick(role, high_precision):
+        _CALLS.append(role)
+        is_plain = role is not None and role.name in high_precision
+        return dfg.IdentityQuantizer() if is_plain else factories.mxfp8_factory(role)
+
+    names = []
+    quantized = train_step(module, x, emulated(functools.partial(pick, high_precision=names)))[0]
+    names.append("fc")
+    plain = train_step(module, x, emulated(functools.partial(pick, high_precision=names)))[0]
+    assert len(asked) == 10 and not torch.equal(quantized, plain)
+    train_step(module, x, emulated(functools.partial(pick, high_precision=["fc"])))
+    assert len(asked) == 10
+
+
+def test_moving_nowhere_and_loading_ask_nothing():
+    module, x = make()
+    factory = Recording()
+    recipe = emulated(factory)
+    train_step(module, x, recipe)
+    factory.take()
+    module.to("cpu").float()
+    module.load_state_dict(module.state_dict())
+    dfg.plan(module, emulated(factories.mxfp8_factory))
+    train_step(module, x, recipe)
+    assert factory.take() == []
+
+
+def test_plan_does_not_rename_what_already_runs():
+    model = torch.nn.Sequential(dfg.Linear(64, 48))
+    factory = Recording()
+    x = torch.randn(4, 64)
+    with dfg.autocast(recipe=emulated(factory)):
+        model(x)
+    factory.take()
+    dfg.plan(model, emulated(factories.mxfp8_factory))
+    with dfg.autocast(recipe=emulated(factory)):
+        model(x)
+    assert model[0].name == "" and factory.take() == []
 
 
 def test_rename_and_boundary_role_ask_again_but_equal_values_do_not():
@@ -212,6 +271,43 @@ def test_delayed_state_survives_a_rename_and_an_equal_role():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert before.keys() == scales(module).keys()
     assert all(h.count_nonzero() == 4 for _, h in scales(module).values() if h.any())
+
+
+def test_evaluation_under_another_request_leaves_the_training_state_alone():
+    """A short-history recipe used in eval neither truncates nor replaces what training uses."""
+    module, x = make()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    for _ in range(3):
+        train_step(module, x, delayed(4), optimizer)
+    before = scales(module)
+    with torch.no_grad(), dfg.autocast(recipe=delayed(1)):
+        module(x)
+    after = scales(module)
+    assert all(torch.equal(before[k][1], after[k][1]) for k in before)
+    train_step(module, x, delayed(4), optimizer)
+    assert {len(s.history) for s in module._delayed.values()} == {4}
+
+
+def test_first_forward_in_inference_mode_does_not_spoil_training():
+    module, x = make()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    with torch.inference_mode(), dfg.autocast(recipe=delayed()):
+        module(x)
+    train_step(module, x, delayed(), optimizer)
+    assert all(s.pending == -1 for s in module._delayed.values())
+
+
+def test_loading_other_weights_starts_delayed_scaling_anew():
+    """Bug case 24 (one rank): weights x100 loaded into a trained module are not clipped."""
+    module, x = make()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    for _ in range(3):
+        train_step(module, x, delayed(), optimizer)
+    module.load_state_dict({k: 100 * v for k, v in module.state_dict().items()})
+    assert all(s.scale == 1 and not s.history.any() for s in module._delayed.values())
+    y = train_step(module, x, delayed())[0]
+    wanted = torch.nn.functional.linear(x, module.weight, module.bias).detach()
+    assert (y - wanted).norm() / wanted.norm() < 0.1
 
 
 def test_shorter_history_keeps_the_newest_rows_and_follows_growing_weights():

@@ -148,6 +148,14 @@ def test_wrong_shapes_and_arguments():
         dfg.Linear(8, 8, parallel_mode="column", tp_size=2)(torch.randn(2, 8))
 
 
+def test_sizes_of_groups_and_other_arguments():
+    with pytest.raises(ValueError, match="tp_size=0; accepted: a positive"):
+        dfg.Linear(8, 8, parallel_mode="row", tp_size=0)
+    with pytest.raises(TypeError, match="recipe is <function mxfp8_factory"):
+        dfg.plan(dfg.Linear(8, 8), factories.mxfp8_factory)
+    assert dfg.plan(torch.nn.Identity(), emulated(factories.mxfp8_factory)).rows == ()
+
+
 def test_weight_and_input_at_odd_storage_offsets_run():
     """Bug case 42: views at storage offset 1 give the result of aligned copies."""
     module = dfg.Linear(64, 48, name="fc")

@@ -168,6 +168,22 @@ def test_precision_settings_of_the_user_do_not_reach_emulation():
         torch.set_float32_matmul_precision(previous)
 
 
+def test_precision_settings_survive_nested_use():
+    from dist_finegrain.ops.matmul import _ieee_fp32
+
+    backend = torch.backends.mkldnn.matmul
+    previous = backend.fp32_precision
+    try:
+        backend.fp32_precision = "tf32"
+        with _ieee_fp32:
+            with _ieee_fp32:
+                pass
+            assert backend.fp32_precision == "ieee"
+        assert backend.fp32_precision == "tf32"
+    finally:
+        backend.fp32_precision = previous
+
+
 def test_every_recipe_describes_each_format_differently():
     texts = {}
     for name, factory in ALL.items():
