@@ -11,6 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# torch 2.13 renamed these two; 2.11 knows the old names only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def group_size(group: Any) -> int:
     """Number of ranks in ``group``."""
@@ -67,7 +71,7 @@ def all_gather_rows(tensor: torch.Tensor, group: Any) -> torch.Tensor:
         return tensor
     tensor = tensor.contiguous()
     result = tensor.new_empty((tensor.shape[0] * ranks, *tensor.shape[1:]))
-    dist.all_gather_into_tensor(result, tensor, group=group)
+    _all_gather(result, tensor, group=group)
     return result
 
 
@@ -78,7 +82,7 @@ def reduce_scatter_rows(tensor: torch.Tensor, group: Any) -> torch.Tensor:
         return tensor
     tensor = tensor.contiguous()
     result = tensor.new_empty((tensor.shape[0] // ranks, *tensor.shape[1:]))
-    dist.reduce_scatter_tensor(result, tensor, group=group)
+    _reduce_scatter(result, tensor, group=group)
     return result
 
 
