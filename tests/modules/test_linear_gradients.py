@@ -91,9 +91,8 @@ def test_main_grad_adds_up_over_microbatches(name, flag):
             fused(x).sum().backward()
         if fused.weight.grad is not None:  # Megatron's hook
             assert flag and fused.weight.grad.count_nonzero() == 0
-            if not fused.weight.grad_added_to_main_grad:
-                fused.weight.main_grad.add_(fused.weight.grad)
-            fused.weight.grad = None
+            assert fused.weight.grad_added_to_main_grad
+            fused.weight.grad, fused.weight.grad_added_to_main_grad = None, False
         total += run(plain, x, recipe)[2].double()
     error = (fused.weight.main_grad.double() - total).norm() / total.norm()
     assert error < 2.0**-8  # plain gradients were rounded to BF16, main_grad was not

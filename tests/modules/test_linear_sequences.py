@@ -206,10 +206,11 @@ def test_double_backward_is_refused():
         grad.sum().backward()
 
 
-def test_torch_autocast_casts_and_keeps_gradient_dtypes():
+@pytest.mark.parametrize("name", ["mxfp8", "current", "row", "block_f32"])
+def test_torch_autocast_casts_and_keeps_gradient_dtypes(name):
     """FP32 parameters under BF16 autocast: Y is BF16, dX FP32, dW FP32; no cast inside ours."""
     module, x = make(), torch.randn(16, 96)
-    recipe = emulated(PLAIN["mxfp8"])
+    recipe = emulated(PLAIN[name])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, dx, dw, db = run(module, x, recipe)
     low = make().to(torch.bfloat16)
