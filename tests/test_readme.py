@@ -48,6 +48,21 @@ def test_example_runs_as_printed(monkeypatch):
     assert not torch.equal(before, model[0].weight)
 
 
+def test_quantizer_of_the_readme_trains():
+    text = README.read_text()
+    example = next(b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "Ternary" in b)
+    names = {"dfg": dfg, "torch": torch}
+    exec(example, names)
+    module, x = dfg.Linear(32, 48, name="fc"), torch.randn(16, 32)
+    with dfg.autocast(recipe=dfg.CustomRecipe(lambda role: names["Ternary"]())):
+        y = module(x)
+    y.sum().backward()
+    scale, weight_scale = x.abs().max(), module.weight.detach().abs().max()
+    wanted = (x / scale).round() @ (module.weight / weight_scale).round().t()
+    torch.testing.assert_close(y, wanted * scale * weight_scale)
+    assert module.weight.grad.isfinite().all()
+
+
 def test_api_table_names_everything_public():
     rows = "\n".join(line for line in README.read_text().splitlines() if line.startswith("| `"))
     missing = [name for name in dfg.__all__ if f"`{name}" not in rows]
