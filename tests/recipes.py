@@ -52,6 +52,11 @@ def block_f32_scales(role):
     return dfg.Float8BlockQuantizer(E4M3, block_scaling_dim=dim, force_pow_2_scales=False)
 
 
+def nvfp4_stochastic(role):
+    """NVFP4 with stochastic rounding of every tensor, weights included."""
+    return dfg.NVFP4Quantizer(stochastic_rounding=True)
+
+
 def dequantized_columns(role):
     """Per-tensor rows, per-tensor columns made from the decoded rows."""
     element = E5M2 if role is not None and role.tensor_type == "grad_output" else E4M3
@@ -87,6 +92,7 @@ PLAIN = {
     "mxfp8_2d": mxfp8_2d_weight,
     "nvfp4": factories.nvfp4_factory,
     "nvfp4_1d": factory_zoo.nvfp4_1d_weight,
+    "nvfp4_stochastic": nvfp4_stochastic,
 }
 HYBRID = {
     "guide": guide_factory,

@@ -13,7 +13,7 @@ from dist_finegrain import factories
 from tests.modules.linear_cases import assert_equal, make, run, sqnr_db
 from tests.recipes import ALL, PLAIN, emulated, same_format_hybrid
 
-STOCHASTIC = {"nvfp4", "nvfp4_1d", "guide", "mxfp8_fwd_nvfp4_bwd"}
+STOCHASTIC = {"nvfp4", "nvfp4_1d", "nvfp4_stochastic", "guide", "mxfp8_fwd_nvfp4_bwd"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
