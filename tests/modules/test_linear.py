@@ -84,6 +84,34 @@ def test_same_format_as_plain_and_as_hybrid(name):
     assert_equal(run(make(name="fc"), x, emulated(twice)), plain)
 
 
+def identity_columns(role, *, source):
+    """What backward_override stands for, written as a factory."""
+    if role is not None and role.tensor_type == "grad_output":
+        return dfg.IdentityQuantizer()
+    return dfg.HybridQuantizer(
+        rowwise_quantizer=factories.mxfp8_factory(role),
+        columnwise_quantizer=dfg.IdentityQuantizer(),
+        columnwise_source=source,
+    )
+
+
+@pytest.mark.parametrize(
+    "override, source",
+    [("high_precision", "original"), ("dequantized", "rowwise_dequantized")],
+)
+def test_backward_override_is_identity_children(override, source):
+    """Bit for bit (te-features item 36); the two overrides differ from one another."""
+    x = torch.randn(64, 96)
+    overridden = emulated(factories.mxfp8_factory, backward_override=override)
+    written_out = emulated(functools.partial(identity_columns, source=source))
+    got = run(make(), x, overridden)
+    assert_equal(got, run(make(), x, written_out))
+    exact = torch.ones(64, 80).t() @ x
+    assert torch.equal(got[2], exact) == (override == "high_precision")
+    with pytest.raises(ValueError, match="backward_override.*delayed"):
+        run(make(), x, emulated(PLAIN["delayed"], backward_override=override))
+
+
 @pytest.mark.parametrize("name", sorted(ALL))
 @pytest.mark.parametrize("shape", [(1, 96), (0, 96), (7, 96), (2, 3, 96)])
 def test_few_rows_none_and_three_dimensions(name, shape):

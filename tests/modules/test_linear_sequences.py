@@ -53,6 +53,26 @@ def test_cached_weight_is_refreshed_when_the_step_ends_and_on_load():
     assert module._weight_cache is None
 
 
+def test_first_microbatch_quantizes_the_weight_as_it_is_now():
+    recipe, x = emulated(factories.mxfp8_factory), torch.randn(8, 96)
+    module = make(bias=False)
+    run(module, x, recipe, is_first_microbatch=True)
+    with torch.no_grad():
+        module.weight.mul_(3)
+    got = run(module, x, recipe, is_first_microbatch=True)
+    assert_equal(got, run(module, x, recipe))
+
+
+def test_stochastic_rounding_repeats_within_a_step_and_changes_with_it():
+    recipe, x = emulated(PLAIN["nvfp4_stochastic"]), torch.randn(32, 96)
+    module = make(bias=False)
+    first = run(module, x, recipe)
+    first = [None if t is None else t.clone() for t in first]
+    assert_equal(run(module, x, recipe), first)
+    torch.optim.SGD(module.parameters(), lr=0.0).step()
+    assert not torch.equal(run(module, x, recipe)[0], first[0])
+
+
 def test_eval_mode_with_gradients_ends_steps_too():
     """Fine-tuning in eval() mode (no dropout): the cached weight follows the optimizer."""
     recipe, x = emulated(factories.mxfp8_factory), torch.randn(8, 96)
