@@ -86,6 +86,7 @@ def test_saved_bytes_are_those_of_the_planes():
     assert rows["head", "wgrad"].saved_bytes == 64 * 128 + 64 * 4  # X.col [64, 100→128]
     assert rows["demo.fc2", "wgrad"].saved_bytes == 128 * 100 * 2  # BF16
     assert rows["head", "fprop"].saved_bytes == 0
+    assert rows["demo.fc2", "dgrad"].saved_bytes == 0  # the parameter itself
     assert all(r.wire_bytes == 0 for r in rows.values())
 
 
