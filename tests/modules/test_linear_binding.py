@@ -288,6 +288,26 @@ def test_evaluation_under_another_request_leaves_the_training_state_alone():
     assert {len(s.history) for s in module._delayed.values()} == {4}
 
 
+def test_moved_state_is_what_later_casts_record_into(monkeypatch):
+    """As a move to another device and back does: the slots get other tensors."""
+    from dist_finegrain.delayed import DelayedSlot
+
+    def move(slot, device):
+        slot.scale, slot.history, slot.pending = (
+            t.clone() for t in (slot.scale, slot.history, slot.pending)
+        )
+        return True
+
+    module, x = make()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    train_step(module, x, delayed(), optimizer)
+    monkeypatch.setattr(DelayedSlot, "to", move)
+    module.to("cpu")
+    train_step(module, x, delayed())
+    ran = {k[2]: s.pending.item() for k, s in module._delayed.items()}
+    assert ran["input"] == x.abs().max() and ran["grad_output"] > 0
+
+
 def test_first_forward_in_inference_mode_does_not_spoil_training():
     module, x = make()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
