@@ -31,10 +31,10 @@ from .weight_cache import WeightCache
 class LinearCall:
     """Everything about one forward that is not a tensor.
 
-    group, rank: the tensor-parallel group and this rank in it; None outside tensor parallelism.
+    group: the tensor-parallel group; None outside tensor parallelism. training: amaxes count.
     parameter: the weight parameter that owns main_grad, or None; sums_bias_gradient: under SP, add
-    up the ranks' bias gradients here, not in the trainer; wgrad_store: where a delayed
-    weight gradient is put, or None; cache: quantized weights kept across microbatches, or None.
+    up the ranks' bias gradients here, not in the trainer; wgrad_store: where a delayed weight
+    gradient is put, or None; cache: quantized weights kept across microbatches, or None.
     """
 
     binding: Binding
@@ -149,7 +149,8 @@ class LinearFunction(torch.autograd.Function):
             dy = grad_output.to(call.compute_dtype).contiguous()
             grad_bias = None
             if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-                # Under SP in row mode these are this rank's rows; else the trainer sums the shards.
+                # Under SP in row mode this covers the rank's rows: DTensors are summed here, plain
+                # parameters by the trainer.
                 grad_bias = dy.sum(0, dtype=torch.float32)
                 if call.gathers_grad_output and call.sums_bias_gradient:
                     collectives.all_reduce_sum(grad_bias, call.group)
