@@ -80,7 +80,8 @@ class DelayedSlot:
             self.history = torch.cat((self.history.new_zeros(length - kept), self.history))
 
     def __deepcopy__(self, memo) -> DelayedSlot:
-        twin = copy.copy(self)
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)  # the group is shared
         twin.incarnation += 1
         twin.scale, twin.history, twin.pending = (
             copy.deepcopy(t, memo) for t in (self.scale, self.history, self.pending)
@@ -90,18 +91,13 @@ class DelayedSlot:
     def __getstate__(self) -> dict:
         return {**self.__dict__, "group": None}  # a process group is rebound at the next forward
 
-    def __copy__(self) -> DelayedSlot:
-        twin = object.__new__(DelayedSlot)
-        twin.__dict__.update(self.__dict__)
-        return twin
-
 
 def update_slots(slots: list[DelayedSlot]) -> None:
     """Reduce the pending amaxes per group and update every slot that ran on some rank."""
     groups: dict[Any, list[DelayedSlot]] = {}
     for slot in sorted(slots, key=lambda slot: slot.sort_key):
         groups.setdefault(slot.group, []).append(slot)
-    for group in sorted(groups, key=collectives.group_order):
+    for group in sorted(groups, key=collectives.group_ranks):
         if collectives.group_size(group) > 1:
             _reduce_pending(groups[group], group)
         for slot in groups[group]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -227,8 +228,6 @@ def _bytes(count: int) -> str:
 
 def load_object(path: str, what: str) -> Callable:
     """The object at "package.module:attribute"; ValueError naming ``what`` when there is none."""
-    import importlib
-
     module, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)

@@ -27,18 +27,8 @@ def group_rank(group: Any) -> int:
 
 
 def group_ranks(group: Any) -> tuple[int, ...]:
-    """Global ranks of ``group``."""
+    """Global ranks of ``group``; they also sort groups alike on every rank."""
     return () if group is None else tuple(dist.get_process_group_ranks(group))
-
-
-def group_order(group: Any) -> tuple[int, ...]:
-    """Sorts groups alike on all their ranks."""
-    return group_ranks(group)
-
-
-def world_size() -> int:
-    """Number of ranks of the run; 1 when torch.distributed is not initialised."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def all_reduce_max(tensor: torch.Tensor, group: Any) -> None:

@@ -212,10 +212,10 @@ class Linear(QuantizedModule):
             fork = self._get_rng_state_tracker().fork(*names)
         with torch.no_grad(), fork:
             for prefix in self._weight_names:
-                init(_local(getattr(self, f"{prefix}weight")))
+                init(_to_local(getattr(self, f"{prefix}weight")))
                 bias = getattr(self, f"{prefix}bias")
                 if bias is not None:
-                    _local(bias).zero_()
+                    _to_local(bias).zero_()
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the process group of a module that was built with tp_size only, or was unpickled."""
@@ -416,13 +416,8 @@ def _compute_dtype(x: torch.Tensor, params_dtype: torch.dtype, label: str) -> to
 
 
 def _to_local(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """This rank's shard, differentiably."""
+    """This rank's shard: differentiable, or under no_grad the storage itself."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's shard for in-place initialisation."""
-    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def _refuse_unsupported(ub_options: dict, ub_name: str | None, symmetric_ar_type) -> None:

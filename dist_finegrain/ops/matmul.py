@@ -10,7 +10,7 @@ import threading
 import torch
 
 from ..formats.float8_block import Float8BlockFormat
-from ..formats.plane import Plane, saturating_to
+from ..formats.plane import Format, Plane, saturating_to
 
 
 def identity_gemm(
@@ -32,27 +32,23 @@ def emulated_gemm(
     codes and power-of-two block scales exactly; other formats multiply in FP32 with TF32 off.
     """
     dtype = torch.float32
-    if a.codes.is_cuda and _exact_in_bf16(a) and _exact_in_bf16(b):
+    if a.codes.is_cuda and _exact_in_bf16(a.format) and _exact_in_bf16(b.format):
         dtype = torch.bfloat16
     left, right = (saturating_to(p.format.decode(p, outer=False), dtype) for p in (a, b))
     product = _product_fp32(left, right)
     return _finish(_with_outer_scales(product, a, b), bias, out_dtype)
 
 
-def emulation_note(a_format, b_format) -> str:
+def emulation_note(a: Format, b: Format) -> str:
     """What plan() says about the precision of an emulated pair on CUDA."""
-    exact = all(_format_exact_in_bf16(f) for f in (a_format, b_format))
+    exact = _exact_in_bf16(a) and _exact_in_bf16(b)
     return "decoded to BF16" if exact else "decoded to FP32, multiplied in FP32 with TF32 off"
 
 
-def _format_exact_in_bf16(format) -> bool:
+def _exact_in_bf16(format: Format) -> bool:
     if isinstance(format, Float8BlockFormat):
         return format.power_of_two
     return format.family in ("float8", "mxfp8", "nvfp4")
-
-
-def _exact_in_bf16(plane: Plane) -> bool:
-    return _format_exact_in_bf16(plane.format)
 
 
 def _with_outer_scales(product: torch.Tensor, a: Plane, b: Plane) -> torch.Tensor:
