@@ -13,6 +13,7 @@ The API is experimental: names, roles and validation may grow between releases.
 
 from . import factories, factory_zoo, recipe
 from .context import autocast
+from .extension import build_info
 from .formats.dtypes import DType
 from .formats.float8 import (
     Float8CurrentScalingQuantizer,
@@ -58,6 +59,7 @@ __all__ = [
     "QuantizerRole",
     "assign_names",
     "autocast",
+    "build_info",
     "end_step",
     "factories",
     "factory_zoo",

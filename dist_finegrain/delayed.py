@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from .distributed import collectives
+from .extension import why_unavailable
+from .formats import fused
 from .formats.dtypes import DType
 from .formats.float8 import Float8Quantizer
 from .formats.requests import DelayedScalingRequest
@@ -100,8 +102,26 @@ def update_slots(slots: list[DelayedSlot]) -> None:
     for group in sorted(groups, key=collectives.group_ranks):
         if collectives.group_size(group) > 1:
             _reduce_pending(groups[group], group)
-        for slot in groups[group]:
-            _update(slot)
+    on_device: dict[torch.device, list[DelayedSlot]] = {}
+    for slot in slots:
+        on_device.setdefault(slot.scale.device, []).append(slot)
+    for device, its_slots in on_device.items():
+        if why_unavailable(device):
+            for slot in its_slots:
+                _update(slot)
+        else:
+            fused.update_delayed([_state(slot) for slot in its_slots])
+
+
+def _state(slot: DelayedSlot) -> fused.DelayedState:
+    return fused.DelayedState(
+        slot.scale,
+        slot.history,
+        slot.pending,
+        use_max=slot.request.amax_compute_algo == "max",
+        fp8_max=FP8_MAX[slot.element],
+        margin=slot.request.margin,
+    )
 
 
 def _reduce_pending(slots: list[DelayedSlot], group: Any) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from .distributed import collectives
+from .extension import why_unavailable, why_unsupported
 from .formats.dtypes import DType
 from .formats.float8 import Float8Quantizer
-from .formats.plane import Format
+from .formats.plane import DIRECTIONS, Format
 from .formats.quantizer import Quantizer
 from .modules.base import QuantizedModule
 from .naming import name_unbound
-from .ops.gemm import DEVICES, Kernel, PairRefused, device_kind
+from .ops.gemm import DEVICES, Kernel, PairRefused, device_kind, scale_kind
 from .recipe import CustomRecipe
 from .resolution import Site, ask_factory, choose_kernel, source_of
 from .roles import LINEAR_GEMMS, GemmOperands
@@ -95,7 +96,8 @@ def plan(
 ) -> Plan:
     """What every GEMM of ``model`` would be under ``recipe``; nothing is run or communicated.
 
-    device: "cpu", "sm_90", "sm_100", or a torch device; default: that of the first parameter.
+    device: "cpu", "sm_90", "sm_100", or a torch device; default: that of the first parameter. A
+    kind such as "sm_90" is answered for the package, a torch device for what is built here.
     training: include dgrad and wgrad. tokens: rows of the whole input, for the byte columns.
     Names unnamed modules (assign_names) that no recipe was resolved for yet, as running them under
     another name would change what the factory answers. A factory that fails raises its own error.
@@ -105,24 +107,24 @@ def plan(
             f"recipe is {recipe!r}; accepted: a CustomRecipe, "
             "e.g. CustomRecipe(qfactory=dist_finegrain.factories.mxfp8_factory)"
         )
-    kind = _device_kind(model, device)
+    kind, why_unfused = _device_kind(model, device)
     name_unbound(model)
     rows: list[PlanRow] = []
     for module in model.modules():
         if isinstance(module, QuantizedModule):
-            rows += _module_rows(module, recipe, kind, training, tokens)
+            rows += _module_rows(module, recipe, kind, why_unfused, training, tokens)
     return Plan(kind, recipe.resolved_execution, tokens, tuple(rows))
 
 
-def _device_kind(model: torch.nn.Module, device: Any) -> str:
+def _device_kind(model: torch.nn.Module, device: Any) -> tuple[str, str]:
+    """(kind of the device, why its casts are no compiled kernels; "" when they are)."""
     if device is None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if isinstance(device, torch.device):
-        return device_kind(device)
     if device in DEVICES or (str(device).startswith("sm_") and str(device)[3:].isdigit()):
-        return device
+        return device, why_unsupported(device)
     try:
-        return device_kind(torch.device(device))
+        device = torch.device(device)
+        return device_kind(device), why_unavailable(device)
     except (RuntimeError, AssertionError):
         raise ValueError(
             f"device={device!r}; accepted: {', '.join(DEVICES)} or a torch device, "
@@ -131,7 +133,12 @@ def _device_kind(model: torch.nn.Module, device: Any) -> str:
 
 
 def _module_rows(
-    module: QuantizedModule, recipe: CustomRecipe, kind: str, training: bool, tokens: int
+    module: QuantizedModule,
+    recipe: CustomRecipe,
+    kind: str,
+    why_unfused: str,
+    training: bool,
+    tokens: int,
 ) -> list[PlanRow]:
     site = module.resolution_site(kind)
     slots = [s for s in module.get_quantizer_slots() if training or s.direction == "forward"]
@@ -142,7 +149,7 @@ def _module_rows(
 
     quantizers = ask_factory(recipe, slots, site, unbound)
     return [
-        _row(module, operands, quantizers, site, recipe, tokens)
+        _row(module, operands, quantizers, site, recipe, why_unfused, tokens)
         for operands in LINEAR_GEMMS
         if training or operands.gemm == "fprop"
     ]
@@ -154,13 +161,17 @@ def _row(
     quantizers: dict[str, Quantizer],
     site: Site,
     recipe: CustomRecipe,
+    why_unfused: str,
     tokens: int,
 ) -> PlanRow:
     sides = ((operands.a, operands.a_direction), (operands.b, operands.b_direction))
     formats = [quantizers[slot].plane_format(direction) for slot, direction in sides]
+    others = [quantizers[slot].plane_format(d) for slot, _ in sides for d in DIRECTIONS]
+    if any(other.family == "user" for other in others):
+        why_unfused = why_unfused or "a user's own encode() makes the other plane"
     try:
         kernel = choose_kernel(operands, quantizers, site, recipe.resolved_execution)
-        bucket, reason = _bucket(kernel, formats, module)
+        bucket, reason = _bucket(kernel, formats, module, why_unfused)
         name = kernel.name
         if operands.gemm in recipe.fast_accumulation and kernel.execution == "native":
             if kernel.has_fast:
@@ -182,13 +193,20 @@ def _row(
     )
 
 
-def _bucket(kernel: Kernel, formats: list[Format], module: Any) -> tuple[str, str]:
+def _bucket(
+    kernel: Kernel, formats: list[Format], module: Any, why_unfused: str
+) -> tuple[str, str]:
     """Bucket of a GEMM that runs, and why it is not the bucket before."""
     if kernel.execution == "emulated":
         return "emulated", kernel.reason
     reasons = []
     if any(f.family != "identity" for f in formats):
-        reasons.append("casts are plain torch, not one fused kernel")
+        if why_unfused:
+            reasons.append(f"casts are plain torch, not one fused kernel ({why_unfused})")
+        if formats[0].family in ("mxfp8", "nvfp4"):
+            reasons.append("scales are swizzled in a launch of their own")
+        if {scale_kind(f) for f in formats} == {"tensor", "row"}:
+            reasons.append("the per-tensor scale is repeated for each row")
         if module.sequence_parallel:
             reasons.append("sequence-parallel gather in high precision")
     return ("unoptimized" if reasons else "fast"), "; ".join(reasons)

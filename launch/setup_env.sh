@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Makes .venv with torch, this package (editable) and what its tests and plots need.
+# Makes .venv with torch, this package (editable, its extension compiled) and what its tests and
+# plots need.
 #
 # usage: launch/setup_env.sh [--python PATH] [--system-torch]
 #
 #   --python PATH    interpreter to build on, 3.11 or newer; default: the first one found
 #   --system-torch   use the torch that this interpreter already has, such as a CUDA build
 #
-# A second run with nothing changed returns at once. Without options, those of the last run hold;
-# remove .venv to forget them.
+# A second run with nothing changed returns at once; one with only csrc/ changed compiles what that
+# touches. Without options, those of the last run hold; remove .venv to forget them. Build variables:
+# DIST_FINEGRAIN_SKIP_CPU=1, DIST_FINEGRAIN_SKIP_CUDA=1, TORCH_CUDA_ARCH_LIST, MAX_JOBS.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -62,22 +64,48 @@ stamp=$(
   echo "$root $system_torch"
   cat "$root/setup.py" "$root/launch/constraints.txt" "$root/launch/setup_env.sh"
 )
+
+# build_stamp: what the extension was compiled from, and that no other environment has replaced it.
+build_stamp() {
+  echo "${DIST_FINEGRAIN_SKIP_CPU:-} ${DIST_FINEGRAIN_SKIP_CUDA:-} ${TORCH_CUDA_ARCH_LIST:-}"
+  find "$root/csrc" -type f -exec cksum {} + | sort
+  cksum <"$root/dist_finegrain/_build.json" 2>/dev/null || echo "not built"
+}
+
+made=
 if [[ -f $venv/stamp && $(<"$venv/stamp") == "$stamp" ]]; then
-  exit
+  [[ ! -f $venv/build_stamp || $(<"$venv/build_stamp") != "$(build_stamp)" ]] || exit 0
+  made=1
 fi
 
-"$python" -c 'import ensurepip, venv' 2>/dev/null ||
-  die "$python has no venv module; install it (Debian: python3-venv), or name another --python"
-echo "setting up $venv (about a minute)"
-venv_options=(--clear)
 pip_options=(-qq --disable-pip-version-check)
-if ((system_torch)); then
-  "$python" -c 'import torch' 2>/dev/null || die "--system-torch, but $python has no torch"
-  venv_options+=(--system-site-packages)
+((system_torch)) || pip_options+=(--constraint "$root/launch/constraints.txt")
+
+# pip_install ARGUMENT ...: with the environment's own ninja on PATH.
+pip_install() {
+  PATH="$venv/bin:$PATH" "$venv/bin/python" -m pip install "${pip_options[@]}" "$@"
+}
+
+if [[ -z $made ]]; then
+  "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    die "$python has no venv module; install it (Debian: python3-venv), or name another --python"
+  echo "setting up $venv (some minutes)"
+  venv_options=(--clear)
+  build_needs=(setuptools wheel ninja pybind11)
+  if ((system_torch)); then
+    "$python" -c 'import torch' 2>/dev/null || die "--system-torch, but $python has no torch"
+    venv_options+=(--system-site-packages)
+  else
+    build_needs+=(torch)
+  fi
+  "$python" -m venv "${venv_options[@]}" "$venv"
+  pip_install "${build_needs[@]}"
+  pip_install --no-build-isolation --editable "${root}[test,plot]"
 else
-  pip_options+=(--constraint "$root/launch/constraints.txt")
+  echo "compiling what has changed in csrc"
+  pip_install --no-build-isolation --no-deps --editable "$root"
 fi
-"$python" -m venv "${venv_options[@]}" "$venv"
-"$venv/bin/python" -m pip install "${pip_options[@]}" --editable "${root}[test,plot]"
+"$venv/bin/python" -c 'import dist_finegrain; print(dist_finegrain.build_info())'
 ((${#options[@]} == 0)) || printf '%s\n' "${options[@]}" >"$venv/options"
+build_stamp >"$venv/build_stamp"
 echo "$stamp" >"$venv/stamp"

@@ -1,6 +1,8 @@
 """Casting matrices to planes: measure, agree over the scale group, encode.
 
-Several casts that feed one GEMM pair run together, so that their amaxes share one reduction.
+Several casts that feed one GEMM pair run together, so that their amaxes share one reduction. A cast
+is one launch of a compiled kernel (fused.py) where there is one for its formats and device, else
+plain torch with equal bytes.
 """
 
 from __future__ import annotations
@@ -10,7 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+from . import fused
+from .dtypes import HIGH_PRECISION_DTYPES
 from .plane import Direction, Format, Plane, Rounding, saturating_to
 
 if TYPE_CHECKING:
@@ -52,75 +57,168 @@ def run_casts(
     """Fill ``planes`` of every job.
 
     reduce_max: takes the FP32 amax tensors of the jobs with ``reduce`` and makes each the maximum
-    over the scale group, in place. It is called once, and once more when a column that follows
-    from the rowwise codes needs an amax; whether it is called depends on formats, never on data.
+    over the scale group, in place. It is called once, and once more when a column needs the amax of
+    rowwise codes that depend on the first; whether it is called depends on formats, never on data.
     """
-    first, second = [], []
-    for job in jobs:
-        row = None
-        if job.rowwise or job.columnwise_waits:
-            row = _Measured(job, "rowwise", job.x)
-            first.append(row)
-        if job.columnwise and not job.columnwise_waits:
-            first.append(_Measured(job, "columnwise", job.x.t(), row))
-    _encode_all(first, reduce_max)
-    for job in jobs:
-        if job.columnwise_waits:
-            second.append(_Measured(job, "columnwise", _decoded_transpose(job)))
-            if not job.rowwise:
-                job.planes["rowwise"] = None
-    _encode_all(second, reduce_max)
+    casts = [_cast_of(job) for job in jobs]
+    for measure in (_Cast.measure, _Cast.measure_again):
+        shared = [amax for cast in casts for amax in measure(cast)]
+        if shared and reduce_max is not None:
+            reduce_max(shared)
+    for cast in casts:
+        cast.encode()
+        if not cast.job.rowwise:
+            cast.job.planes["rowwise"] = None
 
 
-class _Measured:
-    """One plane on its way: its matrix with the contraction last, and its amax."""
+def _cast_of(job: CastJob) -> _Cast:
+    cast = _FusedCast(job)
+    # Other subclasses of Tensor, such as DTensor, do not know the operators.
+    is_plain = type(job.x) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
+    is_matrix = is_plain and job.x.dtype in HIGH_PRECISION_DTYPES
+    is_fused = is_matrix and not fused.why_not(job.x.device, cast.row, cast.column)
+    return cast if is_fused else _PlainCast(job)
 
-    def __init__(
-        self,
-        job: CastJob,
-        direction: Direction,
-        source: torch.Tensor,
-        twin: _Measured | None = None,
-    ):
-        """twin: the other direction of the same matrix; its tensor amax is not read twice."""
-        self.job, self.direction, self.source = job, direction, source
-        self.format = job.format(direction)
-        self.child = job.quantizer.child(direction)
-        self.statistic = None
-        self.is_copy = twin is not None and self._has_statistic_of(twin)
-        if self.is_copy:
-            self.statistic = twin.statistic
-        elif self.format.statistic == "scale":
-            if job.record and source.numel():
-                self.child.record_amax(self.format.measure(source))
-            self.statistic = self.child.scale
-        elif self.format.statistic != "none":
-            self.statistic = self.format.measure(source)
+
+class _Cast:
+    """One job on its way: the formats of the planes to be made, and their statistics."""
+
+    def __init__(self, job: CastJob):
+        self.job = job
+        is_row_needed = job.rowwise or job.columnwise_waits
+        self.row = job.format("rowwise") if is_row_needed else None
+        self.column = job.format("columnwise") if job.columnwise else None
+        self.row_statistic = self.column_statistic = None
 
     @property
-    def is_shared(self) -> bool:
-        # Row amaxes stay local: either the rank contracts its own shard, or it holds whole rows.
-        return self.job.reduce and self.format.statistic == "tensor" and not self.is_copy
+    def is_column_late(self) -> bool:
+        """The column's amax is of row codes that depend on a statistic of their own."""
+        waits = self.job.columnwise_waits and self.row.statistic != "none"
+        return waits and fused.is_measured(self.column)
 
-    def _has_statistic_of(self, twin: _Measured) -> bool:
-        if self.format.statistic == "scale":
-            return self.child is twin.child
-        both_tensor = self.format.statistic == twin.format.statistic == "tensor"
-        return both_tensor and self.format.rht is None and twin.format.rht is None
+    @property
+    def column_has_amax_of_row(self) -> bool:
+        return not self.job.columnwise_waits and fused.shares_amax(self.row, self.column)
+
+    def measure(self) -> list[torch.Tensor]:
+        """Find what ``x`` alone determines; returns the amaxes to be shared with other ranks."""
+        if self.row is not None and self.row.statistic == "scale":
+            self.row_statistic = self.job.quantizer.child("rowwise").scale
+        if self.column is not None and self.column.statistic == "scale":
+            self.column_statistic = self.job.quantizer.child("columnwise").scale
+        column = None if self.is_column_late else self.column
+        self._measure(self.row, column)
+        shared = [self.row_statistic] if self._is_shared(self.row) else []
+        if self._is_shared(column) and not self.column_has_amax_of_row:
+            shared.append(self.column_statistic)
+        return shared
+
+    def measure_again(self) -> list[torch.Tensor]:
+        """Find what the row's codes determine, after the first reduction."""
+        if not self.is_column_late:
+            return []
+        self._measure(None, self.column)
+        return [self.column_statistic] if self._is_shared(self.column) else []
+
+    def _is_shared(self, format: Format | None) -> bool:
+        # Row amaxes stay local: either the rank contracts its own shard, or it holds whole rows.
+        return self.job.reduce and format is not None and format.statistic == "tensor"
+
+    def _records(self, direction: Direction, format: Format | None) -> bool:
+        """Whether this plane raises a delayed amax; one that serves both planes is raised once."""
+        is_delayed = format is not None and format.statistic == "scale"
+        if not is_delayed or not self.job.record or self.job.x.numel() == 0:
+            return False
+        child = self.job.quantizer.child
+        is_second = direction == "columnwise" and self.row is not None
+        is_again = is_second and not self.job.columnwise_waits
+        return not (is_again and child("rowwise") is child("columnwise"))
+
+    def _measure(self, row: Format | None, column: Format | None) -> None:
+        raise NotImplementedError
 
     def encode(self) -> None:
-        rounding = self.job.rounding.get(self.direction)
-        self.job.planes[self.direction] = self.format.encode(self.source, self.statistic, rounding)
+        raise NotImplementedError
 
 
-def _encode_all(measured: list[_Measured], reduce_max) -> None:
-    shared = [m.statistic for m in measured if m.is_shared]
-    if shared and reduce_max is not None:
-        reduce_max(shared)
-    for item in measured:
-        item.encode()
+class _FusedCast(_Cast):
+    """One read for the amaxes of both planes, one for their codes."""
+
+    def _measure(self, row, column):
+        if not fused.is_measured(row) and not fused.is_measured(column):
+            return
+        job = self.job
+        is_of_row = job.columnwise_waits and fused.is_measured(column)
+        row_amax, column_amax = fused.measure(
+            job.x,
+            self.row if is_of_row else row,
+            column,
+            source=job.quantizer.columnwise_source if is_of_row else "original",
+            row_statistic=self.row_statistic if is_of_row else None,
+            rounding=job.rounding,
+        )
+        self.row_statistic = self.row_statistic if row_amax is None else row_amax
+        self.column_statistic = self.column_statistic if column_amax is None else column_amax
+
+    def encode(self):
+        job = self.job
+        made = fused.cast(
+            job.x,
+            self.row,
+            self.column,
+            source=job.quantizer.columnwise_source if self.column is not None else "original",
+            row_statistic=self.row_statistic,
+            column_statistic=self.column_statistic,
+            rounding=job.rounding,
+            row_amax=self._amax("rowwise", self.row),
+            column_amax=self._amax("columnwise", self.column),
+        )
+        job.planes["rowwise"], job.planes["columnwise"] = made.row, made.column
+
+    def _amax(self, direction: Direction, format: Format | None) -> torch.Tensor | None:
+        records = self._records(direction, format)
+        return self.job.quantizer.child(direction).amax if records else None
 
 
-def _decoded_transpose(job: CastJob) -> torch.Tensor:
-    row = job.planes["rowwise"]
-    return saturating_to(row.format.decode(row), job.x.dtype, keep_inf=False).t()
+class _PlainCast(_Cast):
+    """Plane by plane in plain torch, as each Format says."""
+
+    def _measure(self, row, column):
+        if fused.is_measured(row):
+            self.row_statistic = row.measure(self.job.x)
+        if column is None or not fused.is_measured(column):
+            return
+        if self.column_has_amax_of_row:
+            self.column_statistic = self.row_statistic
+        else:
+            self.column_statistic = column.measure(self._column_source())
+
+    def _column_source(self) -> torch.Tensor:
+        """The matrix [K, M] that the column plane encodes."""
+        job = self.job
+        if not job.columnwise_waits:
+            return job.x.t()
+        row = self._row_plane()
+        return saturating_to(row.format.decode(row), job.x.dtype, keep_inf=False).t()
+
+    def _row_plane(self) -> Plane:
+        planes = self.job.planes
+        if planes["rowwise"] is None:
+            rounding = self.job.rounding.get("rowwise")
+            planes["rowwise"] = self.row.encode(self.job.x, self.row_statistic, rounding)
+        return planes["rowwise"]
+
+    def encode(self):
+        job = self.job
+        if self.row is not None:
+            self._record("rowwise", self.row, job.x)
+            self._row_plane()
+        if self.column is not None:
+            source = self._column_source()
+            self._record("columnwise", self.column, source)
+            rounding = job.rounding.get("columnwise")
+            job.planes["columnwise"] = self.column.encode(source, self.column_statistic, rounding)
+
+    def _record(self, direction: Direction, format: Format, source: torch.Tensor) -> None:
+        if self._records(direction, format):
+            self.job.quantizer.child(direction).record_amax(format.measure(source))

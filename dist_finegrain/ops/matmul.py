@@ -9,6 +9,7 @@ import threading
 
 import torch
 
+from ..formats import fused
 from ..formats.float8_block import Float8BlockFormat
 from ..formats.plane import Format, Plane, saturating_to
 
@@ -34,9 +35,15 @@ def emulated_gemm(
     dtype = torch.float32
     if a.codes.is_cuda and _exact_in_bf16(a.format) and _exact_in_bf16(b.format):
         dtype = torch.bfloat16
-    left, right = (saturating_to(p.format.decode(p, outer=False), dtype) for p in (a, b))
-    product = _product_fp32(left, right)
+    product = _product_fp32(_decoded(a, dtype), _decoded(b, dtype))
     return _finish(_with_outer_scales(product, a, b), bias, out_dtype)
+
+
+def _decoded(plane: Plane, dtype: torch.dtype) -> torch.Tensor:
+    """The plane in ``dtype`` without its outer scale, by a compiled kernel where there is one."""
+    if not fused.why_not(plane.codes.device, plane.format):
+        return fused.decode(plane, dtype, outer=False)
+    return saturating_to(plane.format.decode(plane, outer=False), dtype)
 
 
 def emulation_note(a: Format, b: Format) -> str:

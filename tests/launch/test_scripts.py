@@ -32,6 +32,9 @@ def checkout(tmp_path):
     root = tmp_path / "a checkout"
     shutil.copytree(LAUNCH, root / "launch")
     shutil.copy(ROOT / "setup.py", root)
+    (root / "csrc/cpu").mkdir(parents=True)
+    (root / "csrc/cpu/cast.cpp").write_text("// one\n")
+    (root / "dist_finegrain").mkdir()
     stub = root / ".venv/bin/python"
     stub.parent.mkdir(parents=True)
     stub.write_text(
@@ -134,34 +137,74 @@ def test_setup_names_a_missing_venv_module(checkout, tmp_path):
     assert "has no venv module" in result.stderr
 
 
-def test_setup_with_nothing_changed_does_nothing(checkout, tmp_path):
-    """The stamp is compared before anything is made; a changed requirement makes it differ."""
+def fake_python(tmp_path):
+    """Stands for an interpreter: "venv" makes the stub's folder, which records what it is asked."""
     python = tmp_path / "python3"
-    # Stands for an interpreter: "venv" makes the stub's folder, which records what pip is asked.
     python.write_text(
         '#!/bin/sh\nif [ "$2" = venv ]; then echo venv >>"$CALLS"; for last; do :; done\n'
-        'mkdir -p "$last/bin"; printf \'#!/bin/sh\\necho "pip $*" >>"$CALLS"\\n\' '
-        '>"$last/bin/python"; chmod +x "$last/bin/python"; fi\n'
+        'mkdir -p "$last/bin"; printf \'#!/bin/sh\\necho "$*" >>"$CALLS"\\necho "$PATH" '
+        '>>"$CALLS.path"\\n\' >"$last/bin/python"; chmod +x "$last/bin/python"; fi\n'
     )
     python.chmod(0o755)
-    calls = tmp_path / "calls"
-    setup = checkout / "launch/setup_env.sh"
+    return python
 
-    def calls_of(*arguments):
+
+@pytest.fixture
+def calls_of(checkout, tmp_path):
+    """Runs setup_env.sh with a stub interpreter; returns the lines of what that was asked to do."""
+    python, calls = fake_python(tmp_path), tmp_path / "calls"
+
+    def calls_of(*arguments, names_python=True, **variables):
         calls.write_text("")
-        result = run("bash", setup, *arguments, env={"CALLS": str(calls)})
+        named = ("--python", python) if names_python else ()
+        env = {"CALLS": str(calls), **variables}
+        result = run("bash", checkout / "launch/setup_env.sh", *named, *arguments, env=env)
         assert result.returncode == 0, result.stderr
-        return calls.read_text()
+        return calls.read_text().splitlines()
 
-    first = calls_of("--python", python)
-    assert first.startswith("venv\npip ")
-    assert "--constraint" in first and f"--editable {checkout}[test,plot]" in first
-    assert calls_of("--python", python) == ""
-    assert calls_of() == ""  # the options of the last run hold
+    return calls_of
+
+
+def test_setup_with_nothing_changed_does_nothing(checkout, calls_of):
+    """The stamp is compared before anything is made; a changed requirement makes it differ."""
+    venv, needs, package, shows_build = first = calls_of()
+    assert venv == "venv" and "build_info" in shows_build
+    assert "--constraint" in needs and needs.endswith("setuptools wheel ninja pybind11 torch")
+    assert f"--no-build-isolation --editable {checkout}[test,plot]" in package
+    assert "--constraint" in package
+    assert calls_of() == []
+    assert calls_of(names_python=False) == []  # the options of the last run hold
     with (checkout / "launch/constraints.txt").open("a") as file:
         file.write("pytest<100\n")
     assert calls_of() == first
-    assert "--constraint" not in calls_of("--python", python, "--system-torch")
+
+
+def test_setup_uses_the_torch_that_is_installed(calls_of):
+    _, needs, package, _ = calls_of("--system-torch")
+    assert "--constraint" not in needs + package
+    assert needs.endswith("setuptools wheel ninja pybind11")
+
+
+def test_setup_compiles_again_what_changed(checkout, calls_of, tmp_path):
+    """A changed source, build variable or record rebuilds the extension, not the environment."""
+    calls_of()
+
+    def recompiles(**variables):
+        package, _ = calls_of(**variables)
+        return package.endswith(f"--no-build-isolation --no-deps --editable {checkout}")
+
+    (checkout / "csrc/cpu/cast.cpp").write_text("// two\n")
+    assert recompiles() and calls_of() == []
+    (checkout / "csrc/cpu/more.cpp").write_text("")
+    assert recompiles() and calls_of() == []
+    assert recompiles(DIST_FINEGRAIN_SKIP_CUDA="1")
+    assert calls_of(DIST_FINEGRAIN_SKIP_CUDA="1") == []
+    assert recompiles() and calls_of() == []
+    (checkout / "dist_finegrain/_build.json").write_text("of another environment")
+    assert recompiles() and calls_of() == []
+    # torch asks for ninja by name: the environment's own must be found.
+    paths = (tmp_path / "calls.path").read_text().splitlines()
+    assert paths[0].split(":")[0] == str(checkout / ".venv/bin")
 
 
 def test_constraint_admits_only_what_setup_requires():

@@ -1,0 +1,109 @@
+// The operators torch.ops.dist_finegrain.*: schemas, the CPU side, and the module
+// dist_finegrain._C. They write into their arguments and return nothing; their fake kernels are in
+// extension.py.
+#include "bindings.h"
+
+#include <pybind11/pybind11.h>
+#include <torch/library.h>
+
+#ifdef DFG_WITH_CPU
+#include <ATen/Parallel.h>
+
+#include <vector>
+
+#include "cpu/kernels.h"
+#endif
+
+TORCH_LIBRARY(dist_finegrain, m) {
+  m.def(
+      "cast(Tensor x, Tensor(a!)[] row, Tensor(b!)[] column, int row_options, float row_epsilon, "
+      "int column_options, float column_epsilon, bool dequantized, Tensor? row_statistic, "
+      "Tensor? column_statistic, Tensor(c!)? row_amax, Tensor(d!)? column_amax, int[] places, "
+      "Tensor? seed_step, Tensor(e!)? bias_partials, Tensor? ends, Tensor(f!)? column_ends) -> ()");
+  m.def(
+      "measure(Tensor x, Tensor(a!)? row_amax, Tensor(b!)? column_amax, int row_options, "
+      "float row_epsilon, int column_options, bool dequantized, Tensor? row_statistic, "
+      "Tensor? ends) -> ()");
+  m.def("decode(Tensor codes, Tensor? scales, Tensor? outer, int options, Tensor(a!) out) -> ()");
+  m.def(
+      "update_delayed(Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor(c!)[] pendings, "
+      "Tensor table) -> ()");
+}
+
+namespace dfg {
+namespace {
+
+#ifdef DFG_WITH_CPU
+
+void on_torch_threads(int64_t count, const std::function<void(int64_t, int64_t)>& body) {
+  at::parallel_for(0, count, 1, body);
+}
+
+void cast(DFG_CAST_PARAMETERS) { cast_cpu(cast_args(DFG_CAST_ARGUMENTS), on_torch_threads); }
+
+void measure(DFG_MEASURE_PARAMETERS) {
+  measure_cpu(measure_args(DFG_MEASURE_ARGUMENTS), on_torch_threads);
+}
+
+void decode(DFG_DECODE_PARAMETERS) {
+  decode_cpu(decode_args(DFG_DECODE_ARGUMENTS), on_torch_threads);
+}
+
+void update_delayed(DFG_UPDATE_PARAMETERS) {
+  check_update(DFG_UPDATE_ARGUMENTS);
+  const auto* rows = static_cast<const DelayedSlot*>(table.const_data_ptr());
+  std::vector<DelayedSlot> slots(rows, rows + scales.size());
+  for (size_t i = 0; i < slots.size(); ++i) {
+    // The table's addresses are the GPU's business; these are right for functionalized copies too.
+    slots[i].scale = scales[i].mutable_data_ptr<float>();
+    slots[i].history = histories[i].mutable_data_ptr<float>();
+    slots[i].pending = pendings[i].mutable_data_ptr<float>();
+    slots[i].history_length = static_cast<int32_t>(histories[i].numel());
+  }
+  update_delayed_cpu(slots.data(), static_cast<int64_t>(slots.size()));
+}
+
+TORCH_LIBRARY_IMPL(dist_finegrain, CPU, m) {
+  m.impl("cast", cast);
+  m.impl("measure", measure);
+  m.impl("decode", decode);
+  m.impl("update_delayed", update_delayed);
+}
+
+#endif
+
+// Stands in for a part that this build leaves out.
+[[maybe_unused]] void not_built(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                                torch::jit::Stack*) {
+  TORCH_CHECK(false, op.schema().name(), ": the ", keys.highestBackendKey(),
+              " kernels are not built; dist_finegrain.build_info() says why");
+}
+
+[[maybe_unused]] void register_not_built(torch::Library& m) {
+  for (const char* name : {"cast", "measure", "decode", "update_delayed"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&not_built>());
+  }
+}
+
+#ifndef DFG_WITH_CPU
+TORCH_LIBRARY_IMPL(dist_finegrain, CPU, m) { register_not_built(m); }
+#endif
+#ifndef DFG_WITH_CUDA
+TORCH_LIBRARY_IMPL(dist_finegrain, CUDA, m) { register_not_built(m); }
+#endif
+
+const char* variant() {
+#ifdef DFG_WITH_CPU
+  return cpu_variant();
+#else
+  return "";
+#endif
+}
+
+}  // namespace
+}  // namespace dfg
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Registers torch.ops.dist_finegrain; dist_finegrain.extension is its Python face.";
+  m.def("cpu_variant", &dfg::variant, "Instruction set of the CPU kernels, chosen at run time.");
+}

@@ -1,0 +1,54 @@
+// What the operators of torch.ops.dist_finegrain share: tensors checked and turned into the structs
+// of kernels.h. Nothing here launches anything or needs a device.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "kernels.h"
+
+namespace dfg {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// The operators' schemas (bindings.cpp) are these argument lists, in this order.
+// Options of a plane are packed as formats/fused.py does: codec | flags << 8; 0 is no plane.
+// Buffers of a plane: codes, then block scales and outer scale where its codec has them.
+#define DFG_CAST_PARAMETERS                                                                      \
+  const at::Tensor &x, at::TensorList row, at::TensorList column, int64_t row_options,           \
+      double row_epsilon, int64_t column_options, double column_epsilon, bool dequantized,       \
+      const OptionalTensor &row_statistic, const OptionalTensor &column_statistic,               \
+      const OptionalTensor &row_amax, const OptionalTensor &column_amax, at::IntArrayRef places, \
+      const OptionalTensor &seed_step, const OptionalTensor &bias_partials,                      \
+      const OptionalTensor &ends, const OptionalTensor &column_ends
+#define DFG_CAST_ARGUMENTS                                                                      \
+  x, row, column, row_options, row_epsilon, column_options, column_epsilon, dequantized,        \
+      row_statistic, column_statistic, row_amax, column_amax, places, seed_step, bias_partials, \
+      ends, column_ends
+
+#define DFG_MEASURE_PARAMETERS                                                            \
+  const at::Tensor &x, const OptionalTensor &row_amax, const OptionalTensor &column_amax, \
+      int64_t row_options, double row_epsilon, int64_t column_options, bool dequantized,  \
+      const OptionalTensor &row_statistic, const OptionalTensor &ends
+#define DFG_MEASURE_ARGUMENTS                                                                     \
+  x, row_amax, column_amax, row_options, row_epsilon, column_options, dequantized, row_statistic, \
+      ends
+
+#define DFG_DECODE_PARAMETERS                                                         \
+  const at::Tensor &codes, const OptionalTensor &scales, const OptionalTensor &outer, \
+      int64_t options, const at::Tensor &out
+#define DFG_DECODE_ARGUMENTS codes, scales, outer, options, out
+
+#define DFG_UPDATE_PARAMETERS \
+  at::TensorList scales, at::TensorList histories, at::TensorList pendings, const at::Tensor &table
+#define DFG_UPDATE_ARGUMENTS scales, histories, pendings, table
+
+// Checked arguments; ValueError or TypeError names the argument, what was got and what is accepted.
+CastArgs cast_args(DFG_CAST_PARAMETERS);
+MeasureArgs measure_args(DFG_MEASURE_PARAMETERS);
+DecodeArgs decode_args(DFG_DECODE_PARAMETERS);
+// table int64 [slots, 5] holds a DelayedSlot per row, made from these very tensors.
+void check_update(DFG_UPDATE_PARAMETERS);
+
+}  // namespace dfg

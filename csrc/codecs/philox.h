@@ -1,0 +1,47 @@
+// Philox4x32-10 and the content hash that stochastic rounding draws its bits from.
+//
+//   key = (seed, stream)    counter = (j >> 3, i, step, h)    i plane row, j contraction index
+//   r of element j = 16 bits: word (j >> 1) & 3, its half j & 1
+#pragma once
+
+#include "common.h"
+
+namespace dfg {
+
+struct Words {
+  uint32_t word[4];
+};
+
+DFG_HD Words philox4x32(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
+                        uint32_t k1) {
+  DFG_UNROLL
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t p0 = static_cast<uint64_t>(c0) * 0xD2511F53u;
+    const uint64_t p1 = static_cast<uint64_t>(c2) * 0xCD9E8D57u;
+    c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
+    c1 = static_cast<uint32_t>(p1);
+    c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
+    c3 = static_cast<uint32_t>(p0);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+// 9E3779B1^(k+1) mod 2^32: what element k of a group of 16 is multiplied by in the content hash.
+DFG_HD uint32_t hash_factor(int k) {
+  constexpr uint32_t kFactors[16] = {
+      0x9E3779B1u, 0xFFE6CC61u, 0xCC042811u, 0x1F76BCC1u,
+      0x8BC6BA71u, 0x5ECD5121u, 0x6364B0D1u, 0x4B180981u,
+      0xF0D38B31u, 0xA49465E1u, 0xB018C991u, 0x448FE641u,
+      0x0149EBF1u, 0x43680AA1u, 0x6E8C7251u, 0x5E8A5301u,
+  };
+  return kFactors[k];
+}
+
+// Random bits of contraction index j (global) out of the words of its counter j >> 3.
+DFG_HD uint32_t rounding_bits(const Words& words, int64_t j) {
+  return words.word[(j >> 1) & 3] >> (16 * (j & 1)) & 0xFFFFu;
+}
+
+}  // namespace dfg

@@ -1,0 +1,184 @@
+// The cast kernel: load a tile once, row phase, column phase.
+#pragma once
+
+#include "phases.cuh"
+#include "place.cuh"
+
+namespace dfg {
+
+// The phase of a plane, by its codec where the instance takes any.
+template <class E, class S, bool kKeep, bool kStore = true>
+struct RowPhase {
+  static __device__ __forceinline__ uint32_t run(const Target& target, const Place& place,
+                                                 unsigned char* tile, const Parts& parts) {
+    if constexpr (S::kCodec == Codec::none) return 0;
+    else return row_phase<E, S, kKeep, kStore>(target, place, tile, parts);
+  }
+};
+
+template <class E, bool kKeep, bool kStore>
+struct RowPhase<E, AnySpec, kKeep, kStore> {
+  static __device__ __forceinline__ uint32_t run(const Target& target, const Place& place,
+                                                 unsigned char* tile, const Parts& parts) {
+    switch (target.plane.options.codec) {
+      case Codec::float8:
+        return row_phase<E, Spec<Codec::float8>, kKeep, kStore>(target, place, tile, parts);
+      case Codec::block:
+        return row_phase<E, Spec<Codec::block>, kKeep, kStore>(target, place, tile, parts);
+      case Codec::mxfp8:
+        return row_phase<E, Spec<Codec::mxfp8>, kKeep, kStore>(target, place, tile, parts);
+      case Codec::nvfp4:
+        return row_phase<E, Spec<Codec::nvfp4>, kKeep, kStore>(target, place, tile, parts);
+      default: return 0;
+    }
+  }
+};
+
+template <class E, class S>
+struct ColumnPhase {
+  static __device__ __forceinline__ uint32_t run(const Target& target, const Place& place,
+                                                 const unsigned char* tile, const Parts& parts) {
+    if constexpr (S::kCodec == Codec::none) return 0;
+    else return column_phase<E, S>(target, place, tile, parts);
+  }
+};
+
+template <class E>
+struct ColumnPhase<E, AnySpec> {
+  static __device__ __forceinline__ uint32_t run(const Target& target, const Place& place,
+                                                 const unsigned char* tile, const Parts& parts) {
+    switch (target.plane.options.codec) {
+      case Codec::float8: return column_phase<E, Spec<Codec::float8>>(target, place, tile, parts);
+      case Codec::block: return column_phase<E, Spec<Codec::block>>(target, place, tile, parts);
+      case Codec::mxfp8: return column_phase<E, Spec<Codec::mxfp8>>(target, place, tile, parts);
+      case Codec::nvfp4: return column_phase<E, Spec<Codec::nvfp4>>(target, place, tile, parts);
+      default: return 0;
+    }
+  }
+};
+
+// Sums over the rows of the tile for each of its columns, FP32, always in the same order.
+template <class E>
+__device__ __noinline__ void sum_columns(int columns, const unsigned char* tile, float* sums) {
+  for (int i = 0; i < kColumnSteps; ++i) {
+    const int pair = pair_of_step(i);
+    typename E::Pair p[16];
+    read_column_pairs<E>(tile, along(), pair, p);
+    float lo = 0.0f, hi = 0.0f;
+#pragma unroll
+    for (int k = 0; k < 16; ++k) {
+      lo = add(lo, E::lo(p[k]));
+      hi = add(hi, E::hi(p[k]));
+    }
+#pragma unroll
+    for (int d = 1; d < 8; d *= 2) {
+      lo = add(lo, __shfl_xor_sync(kFullWarp, lo, d));
+      hi = add(hi, __shfl_xor_sync(kFullWarp, hi, d));
+    }
+    if (along() == 0) {
+      if (2 * pair < columns) sums[2 * pair] = lo;
+      if (2 * pair + 1 < columns) sums[2 * pair + 1] = hi;
+    }
+  }
+}
+
+// Zeros plane rows row_begin … row_end − 1 from contraction index begin to end: codes and scales.
+inline __device__ __noinline__ void clear_part(const Plane& p, int64_t row_begin, int64_t row_end,
+                                        int64_t begin, int64_t end) {
+  const Codec codec = p.options.codec;
+  const int codes_per_byte = codec == Codec::nvfp4 ? 2 : 1;
+  const int group = codec == Codec::mxfp8 ? 32 : codec == Codec::nvfp4 ? 16 : 128;
+  const int lane = threadIdx.x % 32;
+  for (int64_t row = row_begin + threadIdx.x / 32; row < row_end; row += kThreads / 32) {
+    for (int64_t at = begin + lane * codes_per_byte; at < end; at += 32 * codes_per_byte) {
+      p.codes[(row * p.stored_contraction + at) / codes_per_byte] = 0;
+    }
+    if (codec == Codec::float8) continue;
+    for (int64_t at = begin / group + lane; at * group < end; at += 32) {
+      if (codec == Codec::block) {
+        static_cast<float*>(p.scales)[at * p.stored_rows + row] = 0.0f;
+      } else {
+        static_cast<uint8_t*>(p.scales)[row * (p.stored_contraction / group) + at] = 0;
+      }
+    }
+  }
+}
+
+// Zeros what the experts leave of the column plane, and the row plane's padding rows.
+__device__ __forceinline__ void clear_rest(const CastArgs& args, const Layout& l, int64_t x_column,
+                                           const GroupSearch& search) {
+  const int64_t block = blockIdx.x / l.tiles_across - search.all_tiles;
+  const int64_t blocks = l.tiles_down - search.all_tiles;
+  const Plane& column = args.column;
+  if (column.options.codec != Codec::none) {
+    const int64_t row_end = min(x_column + kTile, column.stored_rows);
+    for (int64_t at = search.all_parts + block * kTile; at < column.stored_contraction;
+         at += blocks * kTile) {
+      clear_part(column, x_column, row_end, at, min(at + kTile, column.stored_contraction));
+    }
+  }
+  const Plane& row = args.row;
+  if (row.options.codec != Codec::none && block == 0) {
+    clear_part(row, args.rows, row.stored_rows, x_column,
+               min(x_column + kTile, row.stored_contraction));
+    if (row.options.row_scaled && x_column == 0) {
+      for (int64_t i = args.rows + threadIdx.x; i < row.stored_rows; i += kThreads) {
+        row.outer[i] = 0.0f;
+      }
+    }
+  }
+}
+
+// Whether a plane's only use of `Parts`, if any, is the amax of the whole tile.
+__device__ __forceinline__ bool is_whole_tile(const PlaneOptions& o) {
+  return o.codec == Codec::block || !o.two_dimensional;
+}
+
+template <class E, class Row, class Column, bool kDequantized, int kBlocksPerSm>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    cast_kernel(const __grid_constant__ CastArgs args, const __grid_constant__ Layout layout) {
+  extern __shared__ __align__(128) unsigned char tile[];
+  __shared__ Parts parts;
+  __shared__ GroupSearch search;
+  Place place;
+  if (!find_place(layout, place, search)) {
+    clear_rest(args, layout, place.x_column, search);
+    return;
+  }
+  load_tile<E>(args.x, args.row_stride, place, tile);
+
+  const Target row{args.row, args.rows, args.columns, args.seed_step};
+  const Target column{args.column, args.columns, args.rows, args.seed_step};
+  if (args.bias_partials) {
+    sum_columns<E>(place.columns, tile,
+                   args.bias_partials + place.x_row / kTile * args.columns + place.x_column);
+  }
+  const PlaneOptions &r = args.row.options, &c = args.column.options;
+  if (kDequantized ? r.two_dimensional : r.two_dimensional || c.two_dimensional) {
+    measure_parts<E>(tile, is_whole_tile(r) && (kDequantized || is_whole_tile(c)), parts);
+  }
+  const uint32_t row_amax = RowPhase<E, Row, kDequantized>::run(row, place, tile, parts);
+  if (args.row.amax) raise_by_warp(args.row.amax, row_amax);
+  if (kDequantized) {
+    __syncthreads();
+    if (c.two_dimensional) measure_parts<E>(tile, is_whole_tile(c), parts);
+  }
+  const uint32_t column_amax = ColumnPhase<E, Column>::run(column, place, tile, parts);
+  if (args.column.amax) raise_by_warp(args.column.amax, column_amax);
+}
+
+template <class E, class Row, class Column, bool kDequantized, int kBlocksPerSm>
+cudaError_t launch_cast(const CastArgs& args, cudaStream_t stream) {
+  const auto kernel = cast_kernel<E, Row, Column, kDequantized, kBlocksPerSm>;
+  // Static: the limit belongs to the function on every device, and setting it costs microseconds.
+  static const cudaError_t ready = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTileBytes<E>);
+  if (ready != cudaSuccess) return ready;
+  const Layout layout = layout_of(args.rows, args.columns, args.row, args.column, args.groups);
+  const int64_t blocks = blocks_of(layout);
+  if (blocks > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
+  kernel<<<static_cast<unsigned>(blocks), kThreads, kTileBytes<E>, stream>>>(args, layout);
+  return cudaGetLastError();
+}
+
+}  // namespace dfg

@@ -1,0 +1,126 @@
+// Amaxes of both planes in one read: of the tensor, of its rows or columns, after the rotation, per
+// expert, or of what a column plane will be made from.
+#include "cast_kernel.cuh"
+#include "kernels.h"
+
+namespace dfg {
+namespace {
+
+// Largest finite magnitude of a unit (FP32 bits), rotated first if asked.
+template <class E, class Unit>
+__device__ __forceinline__ uint32_t unit_amax(const Unit& u, Rht rht) {
+  if (rht != Rht::off) {
+    const auto rotated = rotate<E>(u, rht == Rht::with_signs);
+    const uint32_t amax = any_max(rotated);
+    return is_bad(amax) ? finite_max(rotated) : amax;
+  }
+  const uint32_t amax = any_max(u);
+  return is_bad(amax) ? finite_max(u) : amax;
+}
+
+__device__ __forceinline__ uint32_t along_max(uint32_t m) {
+#pragma unroll
+  for (int d = 1; d < 8; d *= 2) m = max(m, shuffle_xor(m, d));
+  return m;
+}
+
+template <class E>
+__device__ __forceinline__ void measure_rows(const Measure& measure, const Place& place,
+                                             const unsigned char* tile) {
+  uint32_t all = 0;
+#pragma unroll 1
+  for (int i = 0; i < kRowSteps; ++i) {
+    const int row = row_of_step(i);
+    const RowUnit<E> u = read_row_unit<E>(tile, row, along());
+    const uint32_t amax = unit_amax<E>(u, measure.options.rht);
+    if (measure.options.row_scaled) {
+      const uint32_t of_row = along_max(amax);
+      if (along() == 0 && row < place.rows) raise(measure.amax + place.x_row + row, of_row);
+    }
+    all = max(all, amax);
+  }
+  if (!measure.options.row_scaled) raise_by_warp(measure.amax + place.expert, all);
+}
+
+template <class E>
+__device__ __forceinline__ void measure_columns(const Measure& measure, const Place& place,
+                                                int64_t columns, const unsigned char* tile) {
+  uint32_t all = 0;
+#pragma unroll 1
+  for (int i = 0; i < kColumnSteps; ++i) {
+    const int pair = pair_of_step(i);
+    typename E::Pair p[16];
+    read_column_pairs<E>(tile, along(), pair, p);
+    const uint32_t lo = unit_amax<E>(ColumnUnit<E, 0>{p}, measure.options.rht);
+    const uint32_t hi = unit_amax<E>(ColumnUnit<E, 1>{p}, measure.options.rht);
+    if (measure.options.row_scaled) {
+      const uint32_t of_lo = along_max(lo), of_hi = along_max(hi);
+      float* amax = measure.amax + place.expert * columns + place.x_column;
+      if (along() == 0 && 2 * pair < place.columns) raise(amax + 2 * pair, of_lo);
+      if (along() == 0 && 2 * pair + 1 < place.columns) raise(amax + 2 * pair + 1, of_hi);
+    }
+    all = max(all, max(lo, hi));
+  }
+  if (!measure.options.row_scaled) raise_by_warp(measure.amax + place.expert, all);
+}
+
+template <class E>
+__global__ void __launch_bounds__(kThreads, E::kBytes == 2 ? 3 : 2)
+    measure_kernel(const __grid_constant__ MeasureArgs args,
+                   const __grid_constant__ Layout layout) {
+  extern __shared__ __align__(128) unsigned char tile[];
+  __shared__ Parts parts;
+  __shared__ GroupSearch search;
+  Place place;
+  if (!find_place(layout, place, search)) return;
+  load_tile<E>(args.x, args.row_stride, place, tile);
+  if (args.row.options.codec != Codec::none) measure_rows<E>(args.row, place, tile);
+  if (args.dequantized) {
+    const Target row{args.row_plane, args.rows, args.columns, nullptr};
+    const PlaneOptions& o = args.row_plane.options;
+    if (o.two_dimensional) measure_parts<E>(tile, is_whole_tile(o), parts);
+    __syncthreads();
+    RowPhase<E, AnySpec, true, false>::run(row, place, tile, parts);
+    __syncthreads();
+  }
+  if (args.column.options.codec != Codec::none) {
+    measure_columns<E>(args.column, place, args.columns, tile);
+  }
+}
+
+template <class E>
+cudaError_t launch(const MeasureArgs& args, cudaStream_t stream) {
+  const auto kernel = measure_kernel<E>;
+  static const cudaError_t ready = cudaFuncSetAttribute(
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTileBytes<E>);
+  if (ready != cudaSuccess) return ready;
+  const Layout layout = layout_of(args.rows, args.columns, Plane{}, Plane{}, args.groups);
+  const int64_t blocks = blocks_of(layout);
+  if (blocks > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
+  kernel<<<static_cast<unsigned>(blocks), kThreads, kTileBytes<E>, stream>>>(args, layout);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+cudaError_t measure_cuda(const MeasureArgs& args, cudaStream_t stream) {
+  const auto is_wanted = [](const Measure& m) { return m.options.codec != Codec::none; };
+  const bool row = is_wanted(args.row), column = is_wanted(args.column);
+  if (args.groups.count == 0 && row && !column && args.row.options.rht == Rht::off) {
+    const auto amax = args.row.options.row_scaled ? amax_rows_cuda : amax_tensor_cuda;
+    return amax(args.x, args.dtype, args.rows, args.columns, args.row_stride, args.row.amax, stream);
+  }
+  if (args.groups.count == 0 && column && !row && !args.dequantized &&
+      args.column.options.rht == Rht::off && !args.column.options.row_scaled) {
+    return amax_tensor_cuda(args.x, args.dtype, args.rows, args.columns, args.row_stride,
+                            args.column.amax, stream);
+  }
+  switch (args.dtype) {
+    case Dtype::f32: return launch<Element<Dtype::f32>>(args, stream);
+    case Dtype::f16: return launch<Element<Dtype::f16>>(args, stream);
+    case Dtype::bf16: return launch<Element<Dtype::bf16>>(args, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace dfg

@@ -1,0 +1,134 @@
+// Which part of X and of both planes a block of threads works on, experts included.
+#pragma once
+
+#include "tile.cuh"
+
+namespace dfg {
+
+// What placing needs to know of a launch; a plane that is not written has extent 0.
+struct Layout {
+  int64_t rows, columns;        // of X
+  int64_t row_stored;           // Rp of the row plane
+  int64_t column_stored;        // Cp of the column plane
+  int column_block;             // where an expert's part of the column plane may start
+  uint32_t tiles_across;        // along K
+  uint32_t tiles_down;          // along M: with experts, an upper bound
+  Groups groups;
+};
+
+inline int64_t blocks_of(const Layout& l) {
+  return static_cast<int64_t>(l.tiles_across) * l.tiles_down;
+}
+
+inline Layout layout_of(int64_t rows, int64_t columns, const Plane& row, const Plane& column,
+                        const Groups& groups) {
+  Layout l{};
+  l.rows = rows;
+  l.columns = columns;
+  l.row_stored = row.options.codec == Codec::none ? 0 : row.stored_rows;
+  l.column_stored = column.options.codec == Codec::none ? 0 : column.stored_contraction;
+  switch (column.options.codec) {
+    case Codec::block: l.column_block = 128; break;
+    case Codec::mxfp8:
+    case Codec::nvfp4: l.column_block = 32; break;
+    default: l.column_block = 16;
+  }
+  l.tiles_across = static_cast<uint32_t>(ceil_div(columns, kTile));
+  // Each expert may begin a tile of its own; one more, at least, clears what follows the last.
+  const int64_t more = groups.count > 0 ? groups.count + 1 : 0;
+  l.tiles_down = static_cast<uint32_t>(ceil_div(rows, kTile) + more);
+  l.groups = groups;
+  return l;
+}
+
+// Where the experts end, in tiles and in the column plane.
+struct GroupSearch {
+  bool found;
+  int expert;
+  int64_t first_row, end_row;  // of the expert, in X
+  int64_t first_tile;          // of the expert
+  int64_t part, part_extent;   // of the expert, in the column plane
+  int64_t all_tiles, all_parts;
+};
+
+__device__ __forceinline__ int64_t scanned(int64_t value) {
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int64_t other = __shfl_up_sync(kFullWarp, value, d);
+    if (static_cast<int>(threadIdx.x % 32) >= d) value += other;
+  }
+  return value;
+}
+
+// One warp. Finds the expert that tile `tile` belongs to.
+__device__ __forceinline__ void search_groups(const Groups& groups, int64_t tile, int block,
+                                              bool writes_ends, GroupSearch& result) {
+  const int lane = threadIdx.x % 32;
+  int64_t tiles_before = 0, parts_before = 0;
+  if (lane == 0) result.found = false;
+  __syncwarp();
+  for (int base = 0; base < groups.count; base += 32) {
+    const int e = base + lane;
+    const bool is_valid = e < groups.count;
+    const int64_t end = is_valid ? groups.ends[e] : 0;
+    const int64_t first = is_valid && e > 0 ? groups.ends[e - 1] : 0;
+    const int64_t rows = end > first ? end - first : 0;
+    const int64_t tiles = !is_valid ? 0 : rows > 0 ? ceil_div(rows, kTile) : 1;
+    const int64_t padded = (rows + block - 1) & -static_cast<int64_t>(block);
+    const int64_t part = !is_valid ? 0 : rows > 0 ? padded : block;
+    const int64_t tile_end = tiles_before + scanned(tiles);
+    const int64_t part_end = parts_before + scanned(part);
+    if (is_valid && tile < tile_end && tile >= tile_end - tiles) {
+      result.found = true;
+      result.expert = e;
+      result.first_row = first;
+      result.end_row = first + rows;
+      result.first_tile = tile_end - tiles;
+      result.part = part_end - part;
+      result.part_extent = part;
+    }
+    if (is_valid && writes_ends) groups.column_ends[e] = static_cast<int32_t>(part_end);
+    tiles_before = __shfl_sync(kFullWarp, tile_end, 31);
+    parts_before = __shfl_sync(kFullWarp, part_end, 31);
+  }
+  if (lane == 0) {
+    result.all_tiles = tiles_before;
+    result.all_parts = parts_before;
+  }
+}
+
+// All threads. False: this block has no tile (`search` then says where the experts end).
+__device__ __forceinline__ bool find_place(const Layout& l, Place& place, GroupSearch& search) {
+  const int64_t down = blockIdx.x / l.tiles_across;
+  place.x_column = static_cast<int64_t>(blockIdx.x % l.tiles_across) * kTile;
+  place.columns = clamp_to_tile(l.columns - place.x_column);
+  if (l.groups.count == 0) {
+    place.x_row = down * kTile;
+    place.rows = clamp_to_tile(l.rows - place.x_row);
+    place.row_extent = clamp_to_tile(l.row_stored - place.x_row);
+    place.column_start = place.x_row;
+    place.column_extent = clamp_to_tile(l.column_stored - place.x_row);
+    place.expert = 0;
+    place.expert_row = place.x_row;
+    place.is_first_row_tile = down == 0;
+    return true;
+  }
+  if (threadIdx.x < 32) {
+    const bool writes_ends = blockIdx.x == 0 && l.groups.column_ends != nullptr;
+    search_groups(l.groups, down, l.column_block, writes_ends, search);
+  }
+  __syncthreads();
+  if (!search.found) return false;
+  const int64_t offset = (down - search.first_tile) * kTile;
+  place.x_row = search.first_row + offset;
+  place.rows = clamp_to_tile(search.end_row - place.x_row);
+  place.row_extent = l.row_stored > 0 ? place.rows : 0;
+  place.column_start = search.part + offset;
+  place.column_extent = l.column_stored > 0 ? clamp_to_tile(search.part_extent - offset) : 0;
+  place.expert = search.expert;
+  place.expert_row = offset;
+  place.is_first_row_tile = offset == 0;
+  return true;
+}
+
+}  // namespace dfg

@@ -1,0 +1,128 @@
+// A 128×128 tile of X in shared memory, and where it lies in X and in both planes.
+//
+// A row is split into chunks of 16 bytes, a unit of 16 elements is kBytes of them. Where a chunk lies
+// is permuted so that each of these eight-thread accesses hits different banks: consecutive chunks
+// (the load), the units of one row (row phase), one chunk in eight groups of 16 rows (column phase).
+#pragma once
+
+#include "element.cuh"
+
+namespace dfg {
+
+constexpr int kTile = 128;
+constexpr int kThreads = 256;
+
+template <class E>
+constexpr int kRowBytes = kTile * E::kBytes;
+template <class E>
+constexpr int kTileBytes = kTile * kRowBytes<E>;
+
+// Offset in bytes of a chunk of a row.
+template <class E>
+__device__ __forceinline__ int chunk_offset(int row, int chunk) {
+  return row * kRowBytes<E> + (chunk ^ (chunk >> 3 & (E::kBytes - 1)) ^ (row >> 4)) * 16;
+}
+
+// Where a tile lies. Extents are what is to be written, padding included.
+struct Place {
+  int64_t x_row;      // first row in X, also in the row plane
+  int64_t x_column;   // first column in X; first plane row of the column plane
+  int rows, columns;  // of X in this tile
+  int row_extent;     // plane rows of the row plane to write
+  int64_t column_start;  // contraction index in the column plane
+  int column_extent;     // contraction elements of the column plane to write
+  int expert;            // 0 where not grouped
+  int64_t expert_row;    // first row inside the expert
+  bool is_first_row_tile;  // of X, or of the expert
+};
+
+__device__ __forceinline__ int clamp_to_tile(int64_t extent) {
+  return static_cast<int>(extent < 0 ? 0 : extent < kTile ? extent : kTile);
+}
+
+// Loads the tile; elements outside X are zero. All threads; ends with a barrier.
+template <class E>
+__device__ __forceinline__ void load_tile(const void* x, int64_t row_stride, const Place& place,
+                                          unsigned char* tile) {
+  constexpr int kPerChunk = 16 / E::kBytes;
+  constexpr int kChunks = kTile / kPerChunk;  // per row
+  const auto* base = static_cast<const unsigned char*>(x) +
+                     (place.x_row * row_stride + place.x_column) * E::kBytes;
+  const int64_t stride = row_stride * E::kBytes;
+  const bool is_whole = place.columns == kTile && place.rows == kTile &&
+                        ((reinterpret_cast<uintptr_t>(base) | static_cast<uintptr_t>(stride)) & 15) == 0;
+  const int t = threadIdx.x;
+  if (is_whole) {
+    constexpr int kRowsAtOnce = kThreads / kChunks;
+    const int chunk = t % kChunks, first = t / kChunks;
+    const unsigned char* source = base + first * stride + chunk * 16;
+#pragma unroll
+    for (int i = 0; i < kTile / kRowsAtOnce; ++i) {
+      const int row = first + i * kRowsAtOnce;
+      const auto target = static_cast<uint32_t>(
+          __cvta_generic_to_shared(tile + chunk_offset<E>(row, chunk)));
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source));
+      source += kRowsAtOnce * stride;
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  } else {
+    for (int i = t; i < kTile * kTile; i += kThreads) {
+      const int row = i / kTile, column = i % kTile;
+      unsigned char* target =
+          tile + chunk_offset<E>(row, column / kPerChunk) + column % kPerChunk * E::kBytes;
+      const bool is_inside = row < place.rows && column < place.columns;
+      const unsigned char* source = base + row * stride + column * E::kBytes;
+      if constexpr (E::kBytes == 2) {
+        *reinterpret_cast<uint16_t*>(target) =
+            is_inside ? *reinterpret_cast<const uint16_t*>(source) : uint16_t{0};
+      } else {
+        *reinterpret_cast<uint32_t*>(target) =
+            is_inside ? *reinterpret_cast<const uint32_t*>(source) : 0u;
+      }
+    }
+  }
+  __syncthreads();
+}
+
+template <class E>
+__device__ __forceinline__ RowUnit<E> read_row_unit(const unsigned char* tile, int row, int unit) {
+  RowUnit<E> result;
+  auto* words = reinterpret_cast<uint4*>(result.p);
+#pragma unroll
+  for (int j = 0; j < E::kBytes; ++j) {
+    words[j] = *reinterpret_cast<const uint4*>(tile + chunk_offset<E>(row, unit * E::kBytes + j));
+  }
+  return result;
+}
+
+template <class E>
+__device__ __forceinline__ void write_row_unit(unsigned char* tile, int row, int unit,
+                                               const RowUnit<E>& values) {
+  const auto* words = reinterpret_cast<const uint4*>(values.p);
+#pragma unroll
+  for (int j = 0; j < E::kBytes; ++j) {
+    *reinterpret_cast<uint4*>(tile + chunk_offset<E>(row, unit * E::kBytes + j)) = words[j];
+  }
+}
+
+// Rows 16·group … + 15 of columns 2·pair and 2·pair + 1.
+template <class E>
+__device__ __forceinline__ void read_column_pairs(const unsigned char* tile, int group, int pair,
+                                                  typename E::Pair (&p)[16]) {
+  const int at = pair * 2 * E::kBytes;
+  const unsigned char* first = tile + chunk_offset<E>(group * 16, at / 16) + at % 16;
+#pragma unroll
+  for (int k = 0; k < 16; ++k) {
+    p[k] = *reinterpret_cast<const typename E::Pair*>(first + k * kRowBytes<E>);
+  }
+}
+
+// Which unit of which row a thread takes in step i of a row phase, and which 16 rows of which two
+// columns in a column phase. Eight neighbouring lanes lie along the contraction in both.
+constexpr int kRowSteps = kTile * 8 / kThreads;
+constexpr int kColumnSteps = kTile / 2 * 8 / kThreads;
+__device__ __forceinline__ int along() { return threadIdx.x & 7; }
+__device__ __forceinline__ int row_of_step(int i) { return threadIdx.x / 8 + i * (kThreads / 8); }
+__device__ __forceinline__ int pair_of_step(int i) { return threadIdx.x / 8 + i * (kThreads / 8); }
+
+}  // namespace dfg
