@@ -6,6 +6,9 @@
 #include <pybind11/pybind11.h>
 #include <torch/library.h>
 
+#include <stdexcept>
+#include <string>
+
 #ifdef DFG_WITH_CPU
 #include <ATen/Parallel.h>
 
@@ -100,10 +103,20 @@ const char* variant() {
 #endif
 }
 
+void choose_variant([[maybe_unused]] const std::string& name) {
+#ifdef DFG_WITH_CPU
+  choose_cpu_variant(name);
+#else
+  throw std::runtime_error("the CPU kernels are not built; dist_finegrain.build_info() says why");
+#endif
+}
+
 }  // namespace
 }  // namespace dfg
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Registers torch.ops.dist_finegrain; dist_finegrain.extension is its Python face.";
-  m.def("cpu_variant", &dfg::variant, "Instruction set of the CPU kernels, chosen at run time.");
+  m.def("cpu_variant", &dfg::variant, "Instruction set that the CPU kernels run with.");
+  m.def("choose_cpu_variant", &dfg::choose_variant, pybind11::arg("name"),
+        "For tests: run with this instruction set, \"\" for the best that the processor has.");
 }

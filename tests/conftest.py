@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import os
 import signal
@@ -15,12 +16,45 @@ _GRACE_SECONDS = 60
 
 def pytest_addoption(parser):
     parser.addoption("--run-slow", action="store_true", help="also run tests marked slow")
+    parser.addoption(
+        "--cpu-variant",
+        default="",
+        help="instruction set of the compiled CPU kernels: generic, avx2 or avx512; default: best",
+    )
 
 
 def pytest_configure(config):
     # Tests choose their execution themselves; the caller's would change what they mean.
     os.environ.pop("DIST_FINEGRAIN_EXECUTION", None)
     torch.set_num_threads(1)  # small tensors, and ranks in subprocesses need the cores
+    if chosen := config.getoption("--cpu-variant"):
+        _choose_cpu_variant(chosen)
+
+
+def pytest_report_header(config):
+    if not config.getoption("--cpu-variant"):
+        return None
+    from dist_finegrain import build_info
+
+    return str(build_info())
+
+
+def _choose_cpu_variant(name: str) -> None:
+    """Run the CPU kernels of this process with the instruction set ``name``; build_info() says so.
+
+    Raises pytest.UsageError where there are no compiled kernels or the processor lacks it.
+    """
+    from dist_finegrain import extension
+
+    if not extension.build_info().cpu:
+        raise pytest.UsageError(f"--cpu-variant {name}: {extension.build_info().cpu_reason}")
+    from dist_finegrain import _C
+
+    try:
+        _C.choose_cpu_variant(name)
+    except RuntimeError as error:
+        raise pytest.UsageError(f"--cpu-variant: {error}") from error
+    extension._info = dataclasses.replace(extension._info, cpu=_C.cpu_variant())
 
 
 def pytest_collection_modifyitems(config, items):

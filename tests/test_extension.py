@@ -223,6 +223,23 @@ def test_info_of_this_installation_is_consistent():
         assert info.cpu in ("avx512", "avx2", "generic") and info.torch == torch.__version__
 
 
+@pytest.mark.skipif(not dfg.build_info().cpu, reason="needs the compiled CPU kernels")
+def test_another_instruction_set_runs_until_the_best_is_chosen_again():
+    from dist_finegrain import _C
+
+    before = _C.cpu_variant()
+    try:
+        with pytest.raises(RuntimeError, match='name is "mmx"; accepted .*: generic.*e.g. choose'):
+            _C.choose_cpu_variant("mmx")
+        assert _C.cpu_variant() == before
+        _C.choose_cpu_variant("generic")
+        assert _C.cpu_variant() == "generic"
+        _C.choose_cpu_variant("")
+        assert _C.cpu_variant() in ("avx512", "avx2", "generic")
+    finally:
+        _C.choose_cpu_variant(before)
+
+
 @pytest.mark.parametrize(
     "built, capability, runs",
     [

@@ -19,8 +19,16 @@ ARCHS = ("9.0a", "10.0a")
 MAX_KERNELS = 150  # per architecture
 MAX_SECONDS = 8 * 60
 MAX_SPILL_BYTES = 64
-# Part of a mangled kernel name → why its spills are accepted.
-ACCEPTED_SPILLS: dict[str, str] = {}
+# (architecture or "", part of a mangled name) → why its spills are accepted.
+ACCEPTED_SPILLS = {
+    ("", "AnySpec"): "takes any pair, so the largest codec decides; common pairs have their own",
+    ("", "call_column_phase"): "as AnySpec, which calls it",
+    ("10.0a", "cast_kernel"): "not run on hardware, so not tuned",
+}
+
+
+def is_accepted(arch: str, name: str) -> bool:
+    return any(arch.startswith(a) and part in name for a, part in ACCEPTED_SPILLS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +116,7 @@ def test_every_kernel_compiles_without_spills(tmp_path, capsys):
     refused = [
         f"{name} for {arch}: {f.spill} bytes in {f.name}"
         for name, arch, f in spilling
-        if f.spill > MAX_SPILL_BYTES and not any(part in f.name for part in ACCEPTED_SPILLS)
+        if f.spill > MAX_SPILL_BYTES and not is_accepted(arch, f.name)
     ]
     assert all(0 < count <= MAX_KERNELS for count in kernels.values()), kernels
     assert not refused, "\n".join(refused)

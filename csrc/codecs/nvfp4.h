@@ -43,18 +43,14 @@ DFG_HD uint32_t e2m1_nearest_biased(float v) {
   return bits_of(rounded) + (bits_of(exponent) >> 22);
 }
 
-// Stochastic E2M1 of a magnitude, saturating: the code plus 252. noise: 64·r + 32, r of 16 bits.
-constexpr uint32_t kStochasticBias = 252;
-
-// Bits whose top ten are the code plus 252, and whose others are the distance to the next code.
-// Below 1 codes are 0.5 apart: (v + 1)/2 has that spacing in its top mantissa bit, as v has above.
-DFG_HD uint32_t e2m1_stochastic_sum(float v, uint32_t noise) {
-  return bits_of(larger(v, add_exact_product(v, 0.5f, 0.5f))) + noise;
-}
-
-DFG_HD uint32_t e2m1_stochastic_biased(float v, uint32_t noise) {
-  const uint32_t code = e2m1_stochastic_sum(v, noise) >> 22;
-  return code < kStochasticBias + 7 ? code : kStochasticBias + 7;
+// Stochastic E2M1 of a magnitude below 8: the code in the top byte, 8 where it rounds up from 6; what
+// lies below is of no use. noise: 256·r + kStochasticNoise, r of 16 bits.
+//
+// Below 1 codes are 0.5 apart: (v + 1)/2 has that spacing in its top mantissa bit, as v has above. The
+// top ten bits of either are the code plus 252; the others, the distance to the next code.
+constexpr uint32_t kStochasticNoise = 0x04000080u;  // half a step of r, and minus 252 (mod 256)
+DFG_HD uint32_t e2m1_stochastic_top(float v, uint32_t noise) {
+  return bits_of(larger(v, add_exact_product(v, 0.5f, 0.5f))) * 4u + noise;
 }
 
 // Magnitude code 0…7 of |scaled|, which is not NaN.
@@ -63,7 +59,7 @@ DFG_HD uint32_t e2m1_nearest(float scaled) {
 }
 
 DFG_HD uint32_t e2m1_stochastic(float scaled, uint32_t r) {
-  return e2m1_stochastic_biased(magnitude(scaled), 64u * r + 32u) - kStochasticBias;
+  return e2m1_stochastic_top(smaller(magnitude(scaled), 6.0f), 256u * r + kStochasticNoise) >> 24;
 }
 
 // Value of a code 0…15.

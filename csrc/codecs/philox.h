@@ -12,16 +12,30 @@ struct Words {
   uint32_t word[4];
 };
 
+// Both halves of a 64-bit product. (ptxas adds zeros to those of the plain expression.)
+DFG_HD void multiply(uint32_t a, uint32_t b, uint32_t& high, uint32_t& low) {
+#if defined(__CUDA_ARCH__)
+  asm("{ .reg .b64 p; mul.wide.u32 p, %2, %3; mov.b64 {%1, %0}, p; }"
+      : "=r"(high), "=r"(low)
+      : "r"(a), "r"(b));
+#else
+  const uint64_t product = static_cast<uint64_t>(a) * b;
+  high = static_cast<uint32_t>(product >> 32);
+  low = static_cast<uint32_t>(product);
+#endif
+}
+
 DFG_HD Words philox4x32(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0,
                         uint32_t k1) {
   DFG_UNROLL
   for (int round = 0; round < 10; ++round) {
-    const uint64_t p0 = static_cast<uint64_t>(c0) * 0xD2511F53u;
-    const uint64_t p1 = static_cast<uint64_t>(c2) * 0xCD9E8D57u;
-    c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
-    c1 = static_cast<uint32_t>(p1);
-    c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
-    c3 = static_cast<uint32_t>(p0);
+    uint32_t high0, low0, high1, low1;
+    multiply(c0, 0xD2511F53u, high0, low0);
+    multiply(c2, 0xCD9E8D57u, high1, low1);
+    c0 = high1 ^ c1 ^ k0;
+    c1 = low1;
+    c2 = high0 ^ c3 ^ k1;
+    c3 = low0;
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }

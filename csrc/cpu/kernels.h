@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <string>
 
 #include "../kernels.h"
 
@@ -15,7 +16,11 @@ void measure_cpu(const MeasureArgs& args, const ParallelFor& run);
 void decode_cpu(const DecodeArgs& args, const ParallelFor& run);
 void update_delayed_cpu(const DelayedSlot* slots, int64_t count);
 
-// The instruction set that was chosen at run time: "avx512", "avx2" or "generic".
+// The instruction set that the kernels run with: "avx512", "avx2" or "generic".
 const char* cpu_variant();
+
+// Makes later calls run with another one, "" with the best; for tests. Throws std::runtime_error
+// where the processor lacks it or the name is unknown.
+void choose_cpu_variant(const std::string& name);
 
 }  // namespace dfg

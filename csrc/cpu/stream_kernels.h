@@ -95,10 +95,11 @@ inline float block_scale(const Plane& plane, int64_t row, int64_t block) {
   return scales[row / kTile * stride + block];
 }
 
-// One factor for each kBlock elements.
+// One factor for each kBlock elements, of those blocks that hold the first `count` ≤ kLanes.
 template <int kBlock, class Function>
 void fill_factors(int count, const Function& factor_of, Lanes& factor) {
-  for (int block = 0; block * kBlock < count; ++block) {
+  static_assert(kLanes % kBlock == 0, "blocks do not fill the lanes");
+  for (int block = 0; block < kLanes / kBlock && block * kBlock < count; ++block) {
     const float value = factor_of(block);
     for (int k = 0; k < kBlock; ++k) factor[block * kBlock + k] = value;
   }

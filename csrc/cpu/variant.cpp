@@ -1,6 +1,6 @@
 #include "variant.h"
 
-#include <cstdlib>
+#include <atomic>
 #include <stdexcept>
 #include <string>
 
@@ -26,25 +26,33 @@ bool has_avx512() {
 #endif
 }
 
-const Variant& choose() {
-  const char* wanted = std::getenv("DIST_FINEGRAIN_CPU");
-  const std::string name = wanted == nullptr ? "" : wanted;
+// "": the best that this processor has.
+const Variant& find(const std::string& name) {
 #if defined(__x86_64__)
   if (has_avx512() && (name.empty() || name == "avx512")) return avx512_variant();
   if (has_avx2() && (name.empty() || name == "avx2")) return avx2_variant();
 #endif
   if (name.empty() || name == "generic") return generic_variant();
-  throw std::runtime_error("DIST_FINEGRAIN_CPU is \"" + name +
-                           "\"; accepted on this processor: " + "generic" +
+  throw std::runtime_error("name is \"" + name + "\"; accepted on this processor: generic" +
                            (has_avx2() ? ", avx2" : "") + (has_avx512() ? ", avx512" : "") +
-                           ", e.g. DIST_FINEGRAIN_CPU=generic, or leave it unset");
+                           ", or \"\" for the best of these, e.g. choose_cpu_variant(\"generic\")");
 }
+
+std::atomic<const Variant*> chosen{nullptr};
 
 }  // namespace
 
 const Variant& variant() {
-  static const Variant& chosen = choose();
-  return chosen;
+  const Variant* held = chosen.load(std::memory_order_relaxed);
+  if (held == nullptr) {
+    held = &find("");
+    chosen.store(held, std::memory_order_relaxed);
+  }
+  return *held;
+}
+
+void choose_cpu_variant(const std::string& name) {
+  chosen.store(&find(name), std::memory_order_relaxed);
 }
 
 const char* cpu_variant() { return variant().name; }

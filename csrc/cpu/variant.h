@@ -5,8 +5,7 @@
 
 namespace dfg {
 
-// The best that this processor has; DIST_FINEGRAIN_CPU (generic, avx2, avx512), read once, picks
-// another. Throws std::runtime_error where the processor lacks it or the name is unknown.
+// The best that this processor has, or what choose_cpu_variant (kernels.h) named.
 const Variant& variant();
 
 }  // namespace dfg

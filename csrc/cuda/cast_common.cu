@@ -1,4 +1,6 @@
 // Specialised instances, BF16 input: the pairs of anchors.md and of the zoo.
+#include <type_traits>
+
 #include "cast_any.cuh"
 
 namespace dfg {
@@ -17,9 +19,10 @@ using Stochastic = Spec<Codec::nvfp4, true, 1, 0>;
 using RotatedStochastic = Spec<Codec::nvfp4, true, 1, 1>;
 using AnyNvfp4 = Spec<Codec::nvfp4>;
 
-// Blocks per multiprocessor: as many as registers allow without spilling.
+// Blocks per multiprocessor: as many as shared memory, and registers without spilling, allow.
 template <class Row, class Column>
-constexpr int kBlocksPerSm = Row::kIsNvfp4 || Column::kIsNvfp4 ? 3 : 4;
+constexpr int kBlocksPerSm =
+    std::is_same_v<Row, AnyNvfp4> || std::is_same_v<Row, AnyMxfp8> ? 2 : 3;
 
 struct Instance {
   bool (*matches)(const CastArgs&);

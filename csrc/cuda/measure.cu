@@ -6,11 +6,11 @@
 namespace dfg {
 namespace {
 
-// Largest finite magnitude of a unit (FP32 bits), rotated first if asked.
+// Largest finite magnitude of a unit (FP32 bits), rotated first if asked (its signs are flipped).
 template <class E, class Unit>
-__device__ __forceinline__ uint32_t unit_amax(const Unit& u, Rht rht) {
-  if (rht != Rht::off) {
-    const auto rotated = rotate<E>(u, rht == Rht::with_signs);
+__device__ __forceinline__ uint32_t unit_amax(const Unit& u, bool rotates) {
+  if (rotates) {
+    const auto rotated = rotate<E>(u);
     const uint32_t amax = any_max(rotated);
     return is_bad(amax) ? finite_max(rotated) : amax;
   }
@@ -26,13 +26,15 @@ __device__ __forceinline__ uint32_t along_max(uint32_t m) {
 
 template <class E>
 __device__ __forceinline__ void measure_rows(const Measure& measure, const Place& place,
-                                             const unsigned char* tile) {
+                                             unsigned char* tile) {
+  const RowUnits<E> units(tile);
   uint32_t all = 0;
 #pragma unroll 1
   for (int i = 0; i < kRowSteps; ++i) {
     const int row = row_of_step(i);
-    const RowUnit<E> u = read_row_unit<E>(tile, row, along());
-    const uint32_t amax = unit_amax<E>(u, measure.options.rht);
+    RowUnit<E> u = units.read(i);
+    if (measure.options.rht == Rht::with_signs) flip_row(u);
+    const uint32_t amax = unit_amax<E>(u, measure.options.rht != Rht::off);
     if (measure.options.row_scaled) {
       const uint32_t of_row = along_max(amax);
       if (along() == 0 && row < place.rows) raise(measure.amax + place.x_row + row, of_row);
@@ -51,8 +53,10 @@ __device__ __forceinline__ void measure_columns(const Measure& measure, const Pl
     const int pair = pair_of_step(i);
     typename E::Pair p[16];
     read_column_pairs<E>(tile, along(), pair, p);
-    const uint32_t lo = unit_amax<E>(ColumnUnit<E, 0>{p}, measure.options.rht);
-    const uint32_t hi = unit_amax<E>(ColumnUnit<E, 1>{p}, measure.options.rht);
+    const bool rotates = measure.options.rht != Rht::off;
+    if (measure.options.rht == Rht::with_signs) flip_columns<E>(p);
+    const uint32_t lo = unit_amax<E>(ColumnUnit<E, 0>{p}, rotates);
+    const uint32_t hi = unit_amax<E>(ColumnUnit<E, 1>{p}, rotates);
     if (measure.options.row_scaled) {
       const uint32_t of_lo = along_max(lo), of_hi = along_max(hi);
       float* amax = measure.amax + place.expert * columns + place.x_column;
@@ -65,40 +69,39 @@ __device__ __forceinline__ void measure_columns(const Measure& measure, const Pl
 }
 
 template <class E>
-__global__ void __launch_bounds__(kThreads, E::kBytes == 2 ? 3 : 2)
+constexpr int kBlocksPerSm = E::kBytes == 2 ? 3 : 2;
+
+template <class E>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<E>)
     measure_kernel(const __grid_constant__ MeasureArgs args,
                    const __grid_constant__ Layout layout) {
-  extern __shared__ __align__(128) unsigned char tile[];
   __shared__ Parts parts;
-  __shared__ GroupSearch search;
-  Place place;
-  if (!find_place(layout, place, search)) return;
-  load_tile<E>(args.x, args.row_stride, place, tile);
-  if (args.row.options.codec != Codec::none) measure_rows<E>(args.row, place, tile);
-  if (args.dequantized) {
-    const Target row{args.row_plane, args.rows, args.columns, nullptr};
-    const PlaneOptions& o = args.row_plane.options;
-    if (o.two_dimensional) measure_parts<E>(tile, is_whole_tile(o), parts);
-    __syncthreads();
-    RowPhase<E, AnySpec, true, false>::run(row, place, tile, parts);
-    __syncthreads();
-  }
-  if (args.column.options.codec != Codec::none) {
-    measure_columns<E>(args.column, place, args.columns, tile);
-  }
+  for_each_tile<E>(args.x, args.row_stride, layout, [&](const Place& place, const GroupSearch&,
+                                                        unsigned char* tile) {
+    if (place.is_behind_experts) return;
+    if (args.row.options.codec != Codec::none) measure_rows<E>(args.row, place, tile);
+    if (args.dequantized) {
+      const Target row{args.row_plane, args.rows, args.columns, 0, 0};
+      const PlaneOptions& o = args.row_plane.options;
+      if (o.two_dimensional) measure_parts<E>(tile, is_whole_tile(o), parts);
+      __syncthreads();
+      RowPhase<E, AnySpec, true, false>::run(row, place, tile, parts);
+      __syncthreads();
+    }
+    if (args.column.options.codec != Codec::none) {
+      measure_columns<E>(args.column, place, args.columns, tile);
+    }
+  });
 }
 
 template <class E>
 cudaError_t launch(const MeasureArgs& args, cudaStream_t stream) {
   const auto kernel = measure_kernel<E>;
   static const cudaError_t ready = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTileBytes<E>);
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStages<E> * kTileBytes<E>);
   if (ready != cudaSuccess) return ready;
   const Layout layout = layout_of(args.rows, args.columns, Plane{}, Plane{}, args.groups);
-  const int64_t blocks = blocks_of(layout);
-  if (blocks > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, kTileBytes<E>, stream>>>(args, layout);
-  return cudaGetLastError();
+  return launch_tiles<E>(kernel, kBlocksPerSm<E>, args, layout, stream);
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ struct Target {
   const Plane& plane;
   int64_t plane_rows;   // R
   int64_t contraction;  // C
-  const int64_t* seed_step;
+  uint32_t seed, step;  // of stochastic rounding
 };
 
 // Codes of a unit, and its scale bytes.
@@ -39,12 +39,12 @@ __device__ __forceinline__ Encoded encode(const PlaneOptions& o, const Unit& u, 
   return e;
 }
 
-// As encode, of a unit that is rotated first; `recorded` is raised to its amax.
+// As encode, of a unit that is rotated first (its signs are flipped); `recorded` is raised to its amax.
 template <class E, class S, class Unit>
 __device__ __forceinline__ Encoded encode_rotated(const PlaneOptions& o, const Unit& u,
                                                   const OuterScale& outer, const Draw& draw,
                                                   uint32_t& recorded) {
-  auto rotated = rotate<E>(u, o.rht == Rht::with_signs);
+  auto rotated = rotate<E>(u);
   uint32_t amax = any_max(rotated);
   const bool bad = is_bad(amax);
   if (bad) {
@@ -127,12 +127,11 @@ __device__ __forceinline__ void store_tile_scale(const Target& target, int64_t r
   for (int64_t i = blocks; block == blocks - 1 && i < stored; ++i) scales[i] = 0.0f;
 }
 
-__device__ __forceinline__ Draw draw_of(const Target& target, int64_t row, int64_t position,
-                                        uint32_t content) {
-  const Plane& plane = target.plane;
-  return {static_cast<uint32_t>(target.seed_step[0]), plane.stream,
-          static_cast<uint32_t>(target.seed_step[1]), static_cast<uint32_t>(row + plane.row_origin),
-          position + plane.contraction_origin, content};
+// The draw of units at a contraction index; row and content are still to be set.
+__device__ __forceinline__ Draw draw_at(const Target& target, int64_t position) {
+  const int64_t j = position + target.plane.contraction_origin;
+  return {target.seed, target.plane.stream, target.step, static_cast<uint32_t>(j >> 3),
+          static_cast<uint32_t>(j & 7), 0, 0};
 }
 
 // Rows of the tile. Returns the largest finite magnitude that this thread encoded (FP32 bits).
@@ -148,73 +147,81 @@ __device__ __forceinline__ uint32_t row_phase(const Target& target, const Place&
   if (!S::row_scaled(o) && plane.statistic) {
     outer = outer_scale<S>(o, plane.statistic[place.expert]);
   }
+  const RowUnits<E> units(tile);
   Writer<S> writer(plane, place.x_row + row_of_step(0), position);
   const bool is_stored = position < plane.stored_contraction;
+  Draw draw = draw_at(target, position);
+  const auto first_row = static_cast<uint32_t>(place.expert_row + plane.row_origin);
   uint32_t recorded = 0;
-#pragma unroll 1
-  for (int i = 0; i < kRowSteps; ++i) {
-    const int row = row_of_step(i);
-    const int64_t plane_row = place.x_row + row;
-    if (S::row_scaled(o)) {
-      outer = outer_scale<S>(o, row < place.rows ? plane.statistic[plane_row] : 0.0f);
-    }
-    RowUnit<E> u = read_row_unit<E>(tile, row, unit);
-    Encoded e;
-    bool all_finite = true;
-    Draw draw{};
-    if (S::stochastic(o)) {
-      draw = draw_of(target, place.expert_row + row, position, content_of_row(u));
-    }
-    if (S::rotates(o)) {
-      e = encode_rotated<E, S>(o, u, outer, draw, recorded);
-    } else {
-      uint32_t amax = halves_max<E>(over_block<E, S::kCodec>(pairs_abs_max<E>(u.p)));
-      bool bad = is_bad(amax);
-      all_finite = !__any_sync(kFullWarp, bad);
-      if (!all_finite) {
-        clean(u);
-        amax = halves_max<E>(over_block<E, S::kCodec>(pairs_abs_max<E>(u.p)));
+
+  const auto finish = [&](int step, Encoded e, bool all_finite) {
+    const int row = row_of_step(step);
+    if constexpr (kKeep && S::kIsNvfp4) {
+      auto values = nvfp4_values<E>(make_uint2(e.codes.x, e.codes.y), e.scale.byte, outer.decode);
+      // A block that decodes to NaN must not reach into the padding around X.
+      if (e.scale.byte == kNvfp4NanScale) {
+        keep_first<E>(values, row < place.rows ? place.columns - unit * 16 : 0);
       }
-      recorded = max(recorded, amax);
-      if (S::two_dimensional(o)) {
-        amax = block_amax<S::kCodec>(parts, row / 16, unit);
-        bad = parts.bad[row / 16][unit];
-      }
-      uint2 signs{};
-      if constexpr (S::kIsNvfp4) {
-        signs = signs_of(u);
-        drop_signs(u);
-      }
-      e = encode<S>(o, u, signs, amax, bad, outer, draw);
-      if (!S::kIsNvfp4 && !all_finite) {
-        mark_nonfinite(e.codes, read_row_unit<E>(tile, row, unit), S::e5m2(o));
-      }
-    }
-    if constexpr (kKeep) {
-      if constexpr (S::kIsNvfp4) {
-        auto values =
-            nvfp4_values<E>(make_uint2(e.codes.x, e.codes.y), e.scale.byte, outer.decode);
-        // A block that decodes to NaN must not reach into the padding around X.
-        if (e.scale.byte == kNvfp4NanScale) {
-          keep_first<E>(values, row < place.rows ? place.columns - unit * 16 : 0);
-        }
-        write_row_unit<E>(tile, row, unit, values);
-      } else {
-        write_row_unit<E>(tile, row, unit, fp8_values<E>(e.codes, e.scale.decode, S::e5m2(o), all_finite));
-      }
+      units.write(step, values);
+    } else if constexpr (kKeep) {
+      units.write(step, fp8_values<E>(e.codes, e.scale.decode, S::e5m2(o), all_finite));
     }
     if constexpr (kStore) {
       if (row < place.row_extent && is_stored) {
         writer.write(0, e, row >= place.rows);
         if (S::row_scaled(o) && place.x_column == 0 && unit == 0) {
-          plane.outer[plane_row] = row < place.rows ? outer.decode : 0.0f;
+          plane.outer[place.x_row + row] = row < place.rows ? outer.decode : 0.0f;
         }
         if (S::kCodec == Codec::block && S::two_dimensional(o) && row == 0 && unit == 0) {
-          store_tile_scale(target, plane_row, position, e.scale.decode);
+          store_tile_scale(target, place.x_row, position, e.scale.decode);
         }
       }
-      writer.advance(kThreads / 8);
+      writer.advance(kRowsPerStep);
     }
+  };
+  const auto encode_unit = [&](int step, RowUnit<E> u, uint32_t amax, bool bad) {
+    recorded = max(recorded, amax);
+    if (S::two_dimensional(o)) {
+      amax = block_amax<S::kCodec>(parts, row_of_step(step) / 16, unit);
+      bad = parts.bad[row_of_step(step) / 16][unit];
+    }
+    uint2 signs{};
+    if constexpr (S::kIsNvfp4) {
+      signs = signs_of(u);
+      drop_signs(u);
+    }
+    return encode<S>(o, u, signs, amax, bad, outer, draw);
+  };
+
+#pragma unroll(S::kIsNvfp4 ? 1 : 2)
+  for (int step = 0; step < kRowSteps; ++step) {
+    const int row = row_of_step(step);
+    if (S::row_scaled(o)) {
+      outer = outer_scale<S>(o, row < place.rows ? plane.statistic[place.x_row + row] : 0.0f);
+    }
+    const RowUnit<E> u = units.read(step);
+    if (S::stochastic(o)) {
+      draw.row = first_row + row;
+      draw.content = content_of_row(u);
+    }
+    if (S::rotates(o)) {
+      RowUnit<E> flipped = u;
+      if (o.rht == Rht::with_signs) flip_row(flipped);
+      finish(step, encode_rotated<E, S>(o, flipped, outer, draw, recorded), true);
+      continue;
+    }
+    const uint32_t amax = halves_max<E>(over_block<E, S::kCodec>(pairs_abs_max<E>(u.p)));
+    if (!__any_sync(kFullWarp, is_bad(amax))) {
+      finish(step, encode_unit(step, u, amax, false), true);
+      continue;
+    }
+    RowUnit<E> cleaned = u;
+    clean(cleaned);
+    const uint32_t finite =
+        halves_max<E>(over_block<E, S::kCodec>(pairs_abs_max<E>(cleaned.p)));
+    Encoded e = encode_unit(step, cleaned, finite, is_bad(amax));
+    if constexpr (!S::kIsNvfp4) mark_nonfinite(e.codes, u, S::e5m2(o));
+    finish(step, e, false);
   }
   if (kStore && plane.outer && !S::row_scaled(o) && threadIdx.x == 0 && place.x_column == 0 &&
       place.is_first_row_tile) {
@@ -226,19 +233,18 @@ __device__ __forceinline__ uint32_t row_phase(const Target& target, const Place&
 // What the two columns of a step share.
 template <class E>
 struct ColumnPair {
-  typename E::Pair p[16];  // without signs for nvfp4 that is not rotated
-  uint2 signs[2];          // of those
+  typename E::Pair p[16];  // nvfp4: without signs, or with those of the rotation flipped
+  uint2 signs[2];          // nvfp4 that is not rotated
   uint32_t amax[2];        // of the 1-D blocks; FP32 bits
   bool bad[2];
   uint32_t content[2];
-  bool all_finite;
 };
 
 template <class E, class S, int kHalf>
-__device__ __forceinline__ void column_half(const Target& target, const Place& place, int column,
-                                            const ColumnPair<E>& pair, const Parts& parts,
-                                            const unsigned char* tile, OuterScale outer,
-                                            const Writer<S>& writer, uint32_t& recorded) {
+__device__ __forceinline__ Encoded encode_column(const Target& target, const Place& place,
+                                                 int column, const ColumnPair<E>& pair,
+                                                 const Parts& parts, Draw draw,
+                                                 OuterScale& outer, uint32_t& recorded) {
   const Plane& plane = target.plane;
   const PlaneOptions& o = plane.options;
   const int64_t plane_row = place.x_column + column;
@@ -251,36 +257,19 @@ __device__ __forceinline__ void column_half(const Target& target, const Place& p
       plane.outer[place.expert * plane.stored_rows + plane_row] = is_inside ? outer.decode : 0.0f;
     }
   }
-  const int stored_columns = clamp_to_tile(plane.stored_rows - place.x_column);
-  Draw draw{};
   if (S::stochastic(o)) {
-    draw = draw_of(target, plane_row, place.expert_row + along() * 16, pair.content[kHalf]);
+    draw.row = static_cast<uint32_t>(plane_row + plane.row_origin);
+    draw.content = pair.content[kHalf];
   }
-  Encoded e;
-  if (S::rotates(o)) {
-    e = encode_rotated<E, S>(o, u, outer, draw, recorded);
-  } else {
-    uint32_t amax = pair.amax[kHalf];
-    bool bad = pair.bad[kHalf];
-    recorded = max(recorded, amax);
-    if (S::two_dimensional(o)) {
-      amax = block_amax<S::kCodec>(parts, along(), column / 16);
-      bad = parts.bad[along()][column / 16];
-    }
-    e = encode<S>(o, u, pair.signs[kHalf], amax, bad, outer, draw);
-    if (!S::kIsNvfp4 && !pair.all_finite) {
-      typename E::Pair original[16];
-      read_column_pairs<E>(tile, along(), column / 2, original);
-      mark_nonfinite(e.codes, ColumnUnit<E, kHalf>{original}, S::e5m2(o));
-    }
+  if (S::rotates(o)) return encode_rotated<E, S>(o, u, outer, draw, recorded);
+  uint32_t amax = pair.amax[kHalf];
+  bool bad = pair.bad[kHalf];
+  recorded = max(recorded, amax);
+  if (S::two_dimensional(o)) {
+    amax = block_amax<S::kCodec>(parts, along(), column / 16);
+    bad = parts.bad[along()][column / 16];
   }
-  if (column < stored_columns && along() * 16 < place.column_extent) {
-    // A whole tile without rows is the part of an expert that has none.
-    writer.write(kHalf, e, column >= place.columns || place.rows == 0);
-    if (S::kCodec == Codec::block && S::two_dimensional(o) && column == 0 && along() == 0) {
-      store_tile_scale(target, plane_row, place.column_start, e.scale.decode);
-    }
-  }
+  return encode<S>(o, u, pair.signs[kHalf], amax, bad, outer, draw);
 }
 
 // Columns of the tile; returns the largest finite magnitude encoded (FP32 bits).
@@ -293,12 +282,33 @@ __device__ __forceinline__ uint32_t column_phase(const Target& target, const Pla
   if (!S::row_scaled(o) && plane.statistic) {
     outer = outer_scale<S>(o, plane.statistic[place.expert]);
   }
-  Writer<S> writer(plane, place.x_column + 2 * pair_of_step(0),
-                        place.column_start + along() * 16);
+  const float tensor_decode = outer.decode;
+  Writer<S> writer(plane, place.x_column + 2 * pair_of_step(0), place.column_start + along() * 16);
+  const int stored_columns =
+      along() * 16 < place.column_extent ? clamp_to_tile(plane.stored_rows - place.x_column) : 0;
+  const Draw draw = draw_at(target, place.expert_row + along() * 16);
   uint32_t recorded = 0;
+
+  const auto finish = [&](int column, int ahead, const Encoded& e) {
+    if (column >= stored_columns) return;
+    // A tile without rows is the part of an expert that has none: nothing but padding.
+    writer.write(ahead, e, column >= place.columns || place.rows == 0);
+    if (S::kCodec == Codec::block && S::two_dimensional(o) && column == 0 && along() == 0) {
+      store_tile_scale(target, place.x_column, place.column_start, e.scale.decode);
+    }
+  };
+  const auto drop_pair_signs = [](ColumnPair<E>& both) {
+    if constexpr (S::kIsNvfp4) {
+      both.signs[0] = signs_of(ColumnUnit<E, 0>{both.p});
+      both.signs[1] = signs_of(ColumnUnit<E, 1>{both.p});
+#pragma unroll
+      for (int k = 0; k < 16; ++k) both.p[k] = E::abs(both.p[k]);
+    }
+  };
+
 #pragma unroll 1
-  for (int i = 0; i < kColumnSteps; ++i) {
-    const int pair = pair_of_step(i);
+  for (int step = 0; step < kColumnSteps; ++step) {
+    const int pair = pair_of_step(step), column = 2 * pair;
     ColumnPair<E> both;
     read_column_pairs<E>(tile, along(), pair, both.p);
     if (S::stochastic(o)) {
@@ -306,32 +316,43 @@ __device__ __forceinline__ uint32_t column_phase(const Target& target, const Pla
       both.content[0] = content.x;
       both.content[1] = content.y;
     }
-    if (!S::rotates(o)) {
-      auto m = over_block<E, S::kCodec>(pairs_abs_max<E>(both.p));
-      both.bad[0] = is_bad(bits_of(E::lo(m)));
-      both.bad[1] = is_bad(bits_of(E::hi(m)));
-      both.all_finite = !__any_sync(kFullWarp, both.bad[0] || both.bad[1]);
-      if (!both.all_finite) {
-        clean_pairs<E>(both.p);
-        m = over_block<E, S::kCodec>(pairs_abs_max<E>(both.p));
-      }
+    bool all_finite = true;
+    if (S::rotates(o)) {
+      if (o.rht == Rht::with_signs) flip_columns<E>(both.p);
+    } else {
+      const auto m = over_block<E, S::kCodec>(pairs_abs_max<E>(both.p));
       both.amax[0] = bits_of(E::lo(m));
       both.amax[1] = bits_of(E::hi(m));
-      if constexpr (S::kIsNvfp4) {
-        both.signs[0] = signs_of(ColumnUnit<E, 0>{both.p});
-        both.signs[1] = signs_of(ColumnUnit<E, 1>{both.p});
-#pragma unroll
-        for (int k = 0; k < 16; ++k) both.p[k] = E::abs(both.p[k]);
-      }
+      both.bad[0] = is_bad(both.amax[0]);
+      both.bad[1] = is_bad(both.amax[1]);
+      all_finite = !__any_sync(kFullWarp, both.bad[0] || both.bad[1]);
+      if (all_finite) drop_pair_signs(both);
     }
-    column_half<E, S, 0>(target, place, 2 * pair, both, parts, tile, outer, writer, recorded);
-    column_half<E, S, 1>(target, place, 2 * pair + 1, both, parts, tile, outer, writer,
-                              recorded);
-    writer.advance(kThreads / 4);
+    if (all_finite) {
+      finish(column, 0, encode_column<E, S, 0>(target, place, column, both, parts, draw, outer, recorded));
+      finish(column + 1, 1,
+             encode_column<E, S, 1>(target, place, column + 1, both, parts, draw, outer, recorded));
+    } else {
+      clean_pairs<E>(both.p);
+      const auto m = over_block<E, S::kCodec>(pairs_abs_max<E>(both.p));
+      both.amax[0] = bits_of(E::lo(m));
+      both.amax[1] = bits_of(E::hi(m));
+      drop_pair_signs(both);
+      Encoded lo = encode_column<E, S, 0>(target, place, column, both, parts, draw, outer, recorded);
+      Encoded hi = encode_column<E, S, 1>(target, place, column + 1, both, parts, draw, outer, recorded);
+      if constexpr (!S::kIsNvfp4) {
+        read_column_pairs<E>(tile, along(), pair, both.p);
+        mark_nonfinite(lo.codes, ColumnUnit<E, 0>{both.p}, S::e5m2(o));
+        mark_nonfinite(hi.codes, ColumnUnit<E, 1>{both.p}, S::e5m2(o));
+      }
+      finish(column, 0, lo);
+      finish(column + 1, 1, hi);
+    }
+    writer.advance(2 * kRowsPerStep);
   }
   if (plane.outer && !S::row_scaled(o) && threadIdx.x == 0 && place.x_column == 0 &&
       place.is_first_row_tile) {
-    plane.outer[place.expert] = outer.decode;
+    plane.outer[place.expert] = tensor_decode;
   }
   return recorded;
 }

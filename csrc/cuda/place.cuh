@@ -16,7 +16,7 @@ struct Layout {
   Groups groups;
 };
 
-inline int64_t blocks_of(const Layout& l) {
+inline int64_t tiles_of(const Layout& l) {
   return static_cast<int64_t>(l.tiles_across) * l.tiles_down;
 }
 
@@ -97,38 +97,43 @@ __device__ __forceinline__ void search_groups(const Groups& groups, int64_t tile
   }
 }
 
-// All threads. False: this block has no tile (`search` then says where the experts end).
-__device__ __forceinline__ bool find_place(const Layout& l, Place& place, GroupSearch& search) {
-  const int64_t down = blockIdx.x / l.tiles_across;
-  place.x_column = static_cast<int64_t>(blockIdx.x % l.tiles_across) * kTile;
-  place.columns = clamp_to_tile(l.columns - place.x_column);
+// One warp. Places tile `index`; one behind all experts has no rows and no extents, and
+// is_behind_experts (`search` then says where the experts end).
+__device__ __forceinline__ void find_place(const Layout& l, uint32_t index, GroupSearch& search,
+                                           Place& place) {
+  const int64_t down = index / l.tiles_across;
+  Place p{};
+  p.x_column = static_cast<int64_t>(index % l.tiles_across) * kTile;
+  p.columns = clamp_to_tile(l.columns - p.x_column);
   if (l.groups.count == 0) {
-    place.x_row = down * kTile;
-    place.rows = clamp_to_tile(l.rows - place.x_row);
-    place.row_extent = clamp_to_tile(l.row_stored - place.x_row);
-    place.column_start = place.x_row;
-    place.column_extent = clamp_to_tile(l.column_stored - place.x_row);
-    place.expert = 0;
-    place.expert_row = place.x_row;
-    place.is_first_row_tile = down == 0;
-    return true;
-  }
-  if (threadIdx.x < 32) {
-    const bool writes_ends = blockIdx.x == 0 && l.groups.column_ends != nullptr;
+    p.x_row = down * kTile;
+    p.rows = clamp_to_tile(l.rows - p.x_row);
+    p.row_extent = clamp_to_tile(l.row_stored - p.x_row);
+    p.column_start = p.x_row;
+    p.column_extent = clamp_to_tile(l.column_stored - p.x_row);
+    p.expert_row = p.x_row;
+    p.is_first_row_tile = down == 0;
+  } else {
+    const bool writes_ends = index == 0 && l.groups.column_ends != nullptr;
     search_groups(l.groups, down, l.column_block, writes_ends, search);
+    __syncwarp();
+    p.is_behind_experts = !search.found;
+    if (search.found) {
+      const int64_t offset = (down - search.first_tile) * kTile;
+      p.x_row = search.first_row + offset;
+      p.rows = clamp_to_tile(search.end_row - p.x_row);
+      p.row_extent = l.row_stored > 0 ? p.rows : 0;
+      p.column_start = search.part + offset;
+      p.column_extent = l.column_stored > 0 ? clamp_to_tile(search.part_extent - offset) : 0;
+      p.expert = search.expert;
+      p.expert_row = offset;
+      p.is_first_row_tile = offset == 0;
+    }
   }
-  __syncthreads();
-  if (!search.found) return false;
-  const int64_t offset = (down - search.first_tile) * kTile;
-  place.x_row = search.first_row + offset;
-  place.rows = clamp_to_tile(search.end_row - place.x_row);
-  place.row_extent = l.row_stored > 0 ? place.rows : 0;
-  place.column_start = search.part + offset;
-  place.column_extent = l.column_stored > 0 ? clamp_to_tile(search.part_extent - offset) : 0;
-  place.expert = search.expert;
-  place.expert_row = offset;
-  place.is_first_row_tile = offset == 0;
-  return true;
+  if (threadIdx.x % 32 == 0) {
+    p.tile = index;
+    place = p;
+  }
 }
 
 }  // namespace dfg

@@ -16,7 +16,7 @@ struct Parts {
 
 // All threads; begins and ends with a barrier. is_whole: only the whole tile is wanted.
 template <class E>
-__device__ __noinline__ void measure_parts(const unsigned char* tile, bool is_whole, Parts& parts) {
+__device__ __noinline__ void measure_parts(unsigned char* tile, bool is_whole, Parts& parts) {
   __syncthreads();
   if (threadIdx.x == 0) parts.whole = 0;
   if (threadIdx.x < 64) {
@@ -24,11 +24,12 @@ __device__ __noinline__ void measure_parts(const unsigned char* tile, bool is_wh
     (&parts.bad[0][0])[threadIdx.x] = 0;
   }
   __syncthreads();
+  const RowUnits<E> units(tile);
   uint32_t whole = 0;
 #pragma unroll
   for (int i = 0; i < kRowSteps; ++i) {
     const int row = row_of_step(i);
-    const RowUnit<E> u = read_row_unit<E>(tile, row, along());
+    const RowUnit<E> u = units.read(i);
     uint32_t m = any_max(u);
     const bool bad = is_bad(m);
     if (bad) m = finite_max(u);

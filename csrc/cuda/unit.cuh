@@ -178,18 +178,17 @@ __device__ __forceinline__ uint2 nvfp4_nearest(const Unit& magnitudes, float m) 
 // Where the random bits of a unit come from: numerics.md, "Stochastic rounding".
 struct Draw {
   uint32_t seed, stream, step;
+  uint32_t counter;  // j >> 3 of the unit's first element
+  uint32_t shift;    // j & 7 of it
   uint32_t row;      // i
-  int64_t position;  // j of the unit's first element
   uint32_t content;  // h
 };
 
 // Words whose 16-bit halves belong to elements 8·part … + 7 of the unit.
 __device__ __forceinline__ Words draw_words(const Draw& draw, int part) {
-  const int64_t j = draw.position + 8 * part;
-  const auto counter = static_cast<uint32_t>(j >> 3);
+  const uint32_t counter = draw.counter + part;
   Words words = philox4x32(counter, draw.row, draw.step, draw.content, draw.seed, draw.stream);
-  const int shift = static_cast<int>(j & 7);
-  if (shift == 0) return words;
+  if (draw.shift == 0) return words;
   // A shard that does not start at a multiple of 8: its elements span two counters.
   const Words next =
       philox4x32(counter + 1, draw.row, draw.step, draw.content, draw.seed, draw.stream);
@@ -200,11 +199,13 @@ __device__ __forceinline__ Words draw_words(const Draw& draw, int part) {
     w[k + 4] = next.word[k];
   }
 #pragma unroll
-  for (int k = 0; k < 6; ++k) w[k] = shift & 4 ? w[k + 2] : w[k];
+  for (int k = 0; k < 6; ++k) w[k] = draw.shift & 4 ? w[k + 2] : w[k];
 #pragma unroll
-  for (int k = 0; k < 5; ++k) w[k] = shift & 2 ? w[k + 1] : w[k];
+  for (int k = 0; k < 5; ++k) w[k] = draw.shift & 2 ? w[k + 1] : w[k];
 #pragma unroll
-  for (int k = 0; k < 4; ++k) words.word[k] = shift & 1 ? __funnelshift_r(w[k], w[k + 1], 16) : w[k];
+  for (int k = 0; k < 4; ++k) {
+    words.word[k] = draw.shift & 1 ? __funnelshift_r(w[k], w[k + 1], 16) : w[k];
+  }
   return words;
 }
 
@@ -216,21 +217,20 @@ __device__ __forceinline__ uint2 nvfp4_stochastic(const Unit& magnitudes, float 
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
     const Words random = draw_words(draw, part);
-    uint32_t quad[2];
+    uint32_t top[8];
 #pragma unroll
-    for (int q = 0; q < 2; ++q) {
-      uint32_t biased[4];
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        // r in the upper half of a word with its half added: shifted by 10 it is 64·r + 32.
-        const uint32_t bits = random.word[2 * q + k / 2];
-        const uint32_t upper = k & 1 ? (bits & 0xFFFF0000u) | 0x8000u : bits * 0x10000u + 0x8000u;
-        const float v = mul(magnitudes.at(8 * part + 4 * q + k), m);
-        biased[k] = e2m1_stochastic_sum(kTame ? v : fminf(v, 6.0f), upper >> 10) >> 22;
-      }
-      quad[q] = nibbles(biased[0], biased[1], biased[2], biased[3], kStochasticBias);
+    for (int k = 0; k < 8; ++k) {
+      // 256·r + kStochasticNoise: the two bytes of r between those of the constant.
+      const uint32_t noise =
+          __byte_perm(random.word[k / 2], kStochasticNoise, k & 1 ? 0x7324 : 0x7104);
+      const float v = mul(magnitudes.at(8 * part + k), m);
+      top[k] = e2m1_stochastic_top(kTame ? v : fminf(v, 6.0f), noise);
     }
-    const uint32_t both = __byte_perm(quad[0], quad[1], 0x5410);
+    const auto top_bytes = [&](int k) {  // of elements k, k + 2, k + 4 and k + 6
+      return __byte_perm(__byte_perm(top[k], top[k + 2], 0x0073),
+                         __byte_perm(top[k + 4], top[k + 6], 0x0073), 0x5410);
+    };
+    const uint32_t both = top_bytes(1) * 16 + top_bytes(0);
     word[part] = both - ((both & 0x88888888u) >> 3);  // rounded up from 6: 8 becomes 7
   }
   return codes;
@@ -354,14 +354,36 @@ struct Rotated<Element<Dtype::bf16>> {
   using Unit = RowUnit<Element<Dtype::bf16>>;
 };
 
+// The random signs of the rotation. Element k of a pair's halves is first and second.
+template <class E>
+__device__ __forceinline__ void flip(typename E::Pair& w, int first, int second) {
+  const bool lo = kHadamardSigns >> first & 1u, hi = kHadamardSigns >> second & 1u;
+  if constexpr (E::kBytes == 2) {
+    w ^= (lo ? 0x8000u : 0u) | (hi ? 0x80000000u : 0u);
+  } else {
+    w.x ^= lo ? 0x80000000u : 0u;
+    w.y ^= hi ? 0x80000000u : 0u;
+  }
+}
+
+template <class E>
+__device__ __forceinline__ void flip_row(RowUnit<E>& u) {
+#pragma unroll
+  for (int k = 0; k < 8; ++k) flip<E>(u.p[k], 2 * k, 2 * k + 1);
+}
+
+template <class E>
+__device__ __forceinline__ void flip_columns(typename E::Pair (&p)[16]) {
+#pragma unroll
+  for (int k = 0; k < 16; ++k) flip<E>(p[k], k, k);
+}
+
+// Rotates a unit whose signs were flipped.
 template <class E, class Unit>
-__device__ __forceinline__ typename Rotated<E>::Unit rotate(const Unit& u, bool with_signs) {
+__device__ __forceinline__ typename Rotated<E>::Unit rotate(const Unit& u) {
   FloatUnit r;
 #pragma unroll
-  for (int k = 0; k < 16; ++k) {
-    const float x = u.at(k);
-    r.v[k] = with_signs && (kHadamardSigns >> k & 1u) ? -x : x;
-  }
+  for (int k = 0; k < 16; ++k) r.v[k] = u.at(k);
   hadamard16(r.v, false);
   if constexpr (E::kRotationIsRounded) {
     RowUnit<E> result;

@@ -28,7 +28,8 @@ class CastJob:
 
     reduce: whether amaxes are shared with the other ranks of the scale group.
     record: whether a delayed-scaling amax counts towards the next scale.
-    planes: the result, None for a direction that was not asked for.
+    bias_grad: whether ``x``, a gradient of an output, is also summed over its rows.
+    planes, row_sum: the results; None for a direction that was not asked for; FP32 [K] or None.
     """
 
     x: torch.Tensor
@@ -37,10 +38,12 @@ class CastJob:
     columnwise: bool = True
     reduce: bool = False
     record: bool = True
+    bias_grad: bool = False
     rounding: dict[Direction, Rounding] = dataclasses.field(default_factory=dict)
     planes: dict[Direction, Plane | None] = dataclasses.field(
         default_factory=lambda: {"rowwise": None, "columnwise": None}
     )
+    row_sum: torch.Tensor | None = None
 
     def format(self, direction: Direction) -> Format:
         return self.quantizer.plane_format(direction)
@@ -54,7 +57,7 @@ class CastJob:
 def run_casts(
     jobs: Sequence[CastJob], reduce_max: Callable[[list[torch.Tensor]], None] | None = None
 ) -> None:
-    """Fill ``planes`` of every job.
+    """Fill ``planes`` and ``row_sum`` of every job.
 
     reduce_max: takes the FP32 amax tensors of the jobs with ``reduce`` and makes each the maximum
     over the scale group, in place. It is called once, and once more when a column needs the amax of
@@ -172,8 +175,10 @@ class _FusedCast(_Cast):
             rounding=job.rounding,
             row_amax=self._amax("rowwise", self.row),
             column_amax=self._amax("columnwise", self.column),
+            bias_grad=job.bias_grad,
         )
         job.planes["rowwise"], job.planes["columnwise"] = made.row, made.column
+        job.row_sum = made.bias_grad
 
     def _amax(self, direction: Direction, format: Format | None) -> torch.Tensor | None:
         records = self._records(direction, format)
@@ -218,6 +223,8 @@ class _PlainCast(_Cast):
             self._record("columnwise", self.column, source)
             rounding = job.rounding.get("columnwise")
             job.planes["columnwise"] = self.column.encode(source, self.column_statistic, rounding)
+        if job.bias_grad:
+            job.row_sum = job.x.sum(0, dtype=torch.float32)
 
     def _record(self, direction: Direction, format: Format, source: torch.Tensor) -> None:
         if self._records(direction, format):

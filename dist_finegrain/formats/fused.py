@@ -279,8 +279,7 @@ def _sum_rows(x: torch.Tensor) -> torch.Tensor:
 
 def _dequantized(row_plane: Plane, dtype: torch.dtype) -> torch.Tensor:
     """What the column of a "rowwise_dequantized" hybrid encodes: infinities saturate too."""
-    limit = torch.finfo(dtype).max
-    return decode(row_plane, dtype).clamp_(-limit, limit)
+    return saturating_to(decode(row_plane, dtype), dtype, keep_inf=False)
 
 
 def _cast_empty(x, row, column, is_dequantized, statistics, bias_grad) -> Casted:

@@ -141,17 +141,22 @@ class Plane:
 def saturating_to(
     values: torch.Tensor, dtype: torch.dtype, *, keep_inf: bool = True
 ) -> torch.Tensor:
-    """``values`` rounded nearest-even to ``dtype``; finite ones saturate, NaN stays.
+    """``values`` rounded nearest-even to ``dtype``; finite ones saturate, NaN is canonical.
 
     ``keep_inf=False`` saturates infinities too: what the column child of a "rowwise_dequantized"
-    hybrid reads (numerics.md, "Hybrid").
+    hybrid reads (numerics.md, "Hybrid"). Otherwise values that are of ``dtype`` are returned as
+    they are.
     """
     if keep_inf and values.dtype == dtype:
         return values
     limit = torch.finfo(dtype).max
     rounded = values.to(dtype)
     result = rounded.clamp(-limit, limit)
-    return torch.where(values.isinf(), rounded, result) if keep_inf else result
+    if keep_inf:
+        result = torch.where(values.isinf(), rounded, result)
+    # Torch's conversions and clamps give a NaN another payload where they are vectorised; the bits
+    # that stochastic rounding draws depend on it.
+    return result.masked_fill_(values.isnan(), torch.nan)
 
 
 def padded(x: torch.Tensor, row_multiple: int, contraction_multiple: int) -> torch.Tensor:

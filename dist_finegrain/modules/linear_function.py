@@ -147,18 +147,21 @@ class LinearFunction(torch.autograd.Function):
         with torch.autocast(grad_output.device.type, enabled=False):
             x_col, w_col, x = _saved_planes(ctx)
             dy = grad_output.to(call.compute_dtype).contiguous()
-            grad_bias = None
-            if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-                # Under SP in row mode this covers the rank's rows: DTensors are summed here, plain
-                # parameters by the trainer.
-                grad_bias = dy.sum(0, dtype=torch.float32)
-                if call.gathers_grad_output and call.sums_bias_gradient:
-                    collectives.all_reduce_sum(grad_bias, call.group)
-                grad_bias = grad_bias.to(ctx.bias_dtype)
+            needs_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]
+            own_rows_sum = None
             if call.gathers_grad_output:
+                if needs_bias:
+                    # The cast reads every rank's rows, the gradient covers this rank's: DTensors
+                    # are summed here, plain parameters by the trainer.
+                    own_rows_sum = dy.sum(0, dtype=torch.float32)
+                    if call.sums_bias_gradient:
+                        collectives.all_reduce_sum(own_rows_sum, call.group)
                 dy = collectives.all_gather_rows(dy, call.group)
             job = call.job("grad_output", dy, call.needs_dgrad, call.needs_wgrad)
+            job.bias_grad = needs_bias and own_rows_sum is None
             call.cast(job)
+            grad_bias = job.row_sum if own_rows_sum is None else own_rows_sum
+            grad_bias = None if grad_bias is None else grad_bias.to(ctx.bias_dtype)
 
             grad_x = None
             if call.needs_dgrad:

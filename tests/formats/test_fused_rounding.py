@@ -14,12 +14,15 @@ import pytest
 import torch
 
 from dist_finegrain.formats import fused
-from dist_finegrain.formats.nvfp4 import NVFP4Format
+from dist_finegrain.formats.casting import CastJob, run_casts
+from dist_finegrain.formats.hybrid import HybridQuantizer
+from dist_finegrain.formats.nvfp4 import NVFP4Format, NVFP4Quantizer
 from dist_finegrain.formats.plane import DIRECTIONS, Plane, Rounding
 from dist_finegrain.reference.nvfp4 import contraction_first
 from dist_finegrain.reference.philox import rounding_bits
 from tests.special_values import DTYPES
 
+from .cases import PLAIN
 from .fused_cases import (
     DATA,
     EVERY,
@@ -33,6 +36,7 @@ from .fused_cases import (
     each_source,
     expected_cast,
     expected_of,
+    plane_differs,
     planes_differ,
     require,
     run_cast,
@@ -143,6 +147,27 @@ def assert_is_region(shard: Plane, whole: Plane, r0: int, r1: int, c0: int, c1: 
     codes, scales = shard.codes[: r1 - r0].cpu(), shard.scales[: r1 - r0].cpu()
     assert torch.equal(codes[:, : (c1 - c0) // 2], whole.codes[r0:r1, c0 // 2 : c1 // 2])
     assert torch.equal(scales[:, : (c1 - c0) // 16], whole.scales[r0:r1, c0 // 16 : c1 // 16])
+
+
+@each_device
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("row", ["current", "row", "block", "mxfp8", "nvfp4"])
+def test_groups_that_hold_a_nan_draw_the_same_bits_in_plain_torch(row, dtype, device, monkeypatch):
+    """The decoded NaN that the column's bits are drawn from is canonical, whatever converts it."""
+    require(device, EVERY[row], SR)
+    x = DATA["nonfinite"](200, 300, dtype).to(device)
+    quantizer = HybridQuantizer(
+        rowwise_quantizer=PLAIN["block_1d" if row == "block" else row](),
+        columnwise_quantizer=NVFP4Quantizer(stochastic_rounding=True),
+        columnwise_source="rowwise_dequantized",
+    )
+    compiled, plain = (CastJob(x, quantizer, rounding=PLACES) for _ in range(2))
+    run_casts([compiled])
+    monkeypatch.setattr(fused, "why_unavailable", lambda device: "plain torch was asked for")
+    run_casts([plain])
+    assert plain.planes["rowwise"].decode().isnan().any()
+    for direction in DIRECTIONS:
+        assert not plane_differs(plain.planes[direction], compiled.planes[direction])
 
 
 # Probabilities.

@@ -7,6 +7,7 @@ import torch
 
 import dist_finegrain as dfg
 from dist_finegrain import factories
+from dist_finegrain.formats import fused
 from tests.modules.linear_cases import assert_equal, make, run
 from tests.recipes import ALL, PLAIN, emulated
 
@@ -58,6 +59,43 @@ def test_frozen_weight_or_input_needs_no_columns():
     with torch.no_grad(), dfg.autocast(recipe=recipe):
         module(x)
     assert Counting.counts == {"input.row": 1, "weight.row": 1}
+
+
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_bias_gradient_is_the_sum_of_the_unquantized_gradient(
+    name, dtype, is_compiled, monkeypatch
+):
+    """Against FP64: summed in FP32, rounded once; alone too, where no GEMM reads dY."""
+    if is_compiled and (reason := fused.why_not(torch.device("cpu"))):
+        pytest.skip(reason)
+    if not is_compiled:
+        monkeypatch.setattr(fused, "why_unavailable", lambda device: "plain torch was asked for")
+    sums, cast = [], fused.cast
+
+    def recording(*args, **kwargs):
+        made = cast(*args, **kwargs)
+        sums.append(made.bias_grad)
+        return made
+
+    monkeypatch.setattr(fused, "cast", recording)
+    x, grad = torch.randn(700, 96, dtype=dtype), (torch.randn(700, 80) + 0.5).to(dtype)
+    exact, magnitude = grad.double().sum(0), grad.double().abs().sum(0)
+    for is_alone in (False, True):
+        module = make(dtype=dtype)
+        module.weight.requires_grad_(not is_alone)
+        sums.clear()
+        with dfg.autocast(recipe=emulated(ALL[name])):
+            module(x.requires_grad_(not is_alone)).backward(grad)
+        got = module.bias.grad
+        error = (got.double() - exact).abs()
+        rounding = torch.finfo(dtype).eps / 2
+        assert got.dtype == dtype
+        assert (error <= 1e-6 * magnitude + rounding * exact.abs()).all()
+        from_cast = [one for one in sums if one is not None]
+        assert len(from_cast) == is_compiled
+        assert not is_compiled or torch.equal(got, from_cast[0].to(dtype))
 
 
 @pytest.mark.parametrize("name", ["identity", "mxfp8", "current"])
