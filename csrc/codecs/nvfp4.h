@@ -33,14 +33,17 @@ DFG_HD float nvfp4_multiplier(uint8_t byte, Nvfp4Global global) {
   return smaller(reciprocal(mul(fp8_decode<false>(byte), global.inverse)), kFltMax);
 }
 
-// Nearest-even E2M1 of a magnitude below 7 (so that 6 is the nearest above 5): the code plus 254 in
-// the low 23 bits; what lies above them is of no use.
-constexpr uint32_t kNearestBias = 254;
-DFG_HD uint32_t e2m1_nearest_biased(float v) {
-  const float exponent = float_of(bits_of(larger(v, 1.0f)) & kExponentMask);
-  // A power of two with one mantissa bit left below it: the addition rounds.
-  const float rounded = add_exact_product(exponent, 4194304.0f, v);
-  return bits_of(rounded) + (bits_of(exponent) >> 22);
+// Nearest-even E2M1 of a magnitude below 7 (so that 6 is the nearest above 5): the code in the low 23
+// bits; what lies above them is of no use.
+//
+// Codes are 0.5 apart below 2, 1 apart below 4, 2 apart above. Adding 2^22, 2^23 or 2^24 rounds there;
+// the 2 and 8 on top of them make the last mantissa bits the code. Steps at 2 and 4 choose the sum:
+// products and sums only, since integer operations are what a GPU runs out of first.
+DFG_HD uint32_t e2m1_nearest_low(float v) {
+  const float above2 = saturate(add_exact_product(v, 8388608.0f, -16777215.0f));
+  const float above4 = saturate(add_exact_product(v, 4194304.0f, -16777215.0f));
+  const float up_to4 = add_exact_product(above2, 4194306.0f, 4194304.0f);
+  return bits_of(add(v, add_exact_product(above4, 8388614.0f, up_to4)));
 }
 
 // Stochastic E2M1 of a magnitude below 8: the code in the top byte, 8 where it rounds up from 6; what
@@ -55,7 +58,7 @@ DFG_HD uint32_t e2m1_stochastic_top(float v, uint32_t noise) {
 
 // Magnitude code 0…7 of |scaled|, which is not NaN.
 DFG_HD uint32_t e2m1_nearest(float scaled) {
-  return (e2m1_nearest_biased(smaller(magnitude(scaled), 6.0f)) - kNearestBias) & 7u;
+  return e2m1_nearest_low(smaller(magnitude(scaled), 6.0f)) & 7u;
 }
 
 DFG_HD uint32_t e2m1_stochastic(float scaled, uint32_t r) {

@@ -19,10 +19,9 @@ using Stochastic = Spec<Codec::nvfp4, true, 1, 0>;
 using RotatedStochastic = Spec<Codec::nvfp4, true, 1, 1>;
 using AnyNvfp4 = Spec<Codec::nvfp4>;
 
-// Blocks per multiprocessor: as many as shared memory, and registers without spilling, allow.
-template <class Row, class Column>
-constexpr int kBlocksPerSm =
-    std::is_same_v<Row, AnyNvfp4> || std::is_same_v<Row, AnyMxfp8> ? 2 : 3;
+// Blocks per multiprocessor: as many as registers without spilling allow.
+template <class Row>
+constexpr int kBlocksPerSm = std::is_same_v<Row, AnyNvfp4> ? 3 : 4;
 
 struct Instance {
   bool (*matches)(const CastArgs&);
@@ -35,7 +34,7 @@ constexpr Instance instance() {
             return a.dequantized == kDequantized && Row::matches(a.row.options) &&
                    Column::matches(a.column.options);
           },
-          launch_cast<E, Row, Column, kDequantized, kBlocksPerSm<Row, Column>>};
+          launch_cast<E, Row, Column, kDequantized, kBlocksPerSm<Row>>};
 }
 
 // The first that matches is taken.

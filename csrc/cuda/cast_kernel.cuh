@@ -119,9 +119,8 @@ inline __device__ __noinline__ void clear_part(const Plane& p, int64_t row_begin
 
 // Zeros what the experts leave of the column plane, and the row plane's padding rows.
 __device__ __forceinline__ void clear_rest(const CastArgs& args, const Layout& l,
-                                           const Place& place, const GroupSearch& search) {
-  const int64_t x_column = place.x_column;
-  const int64_t block = place.tile / l.tiles_across - search.all_tiles;
+                                           int64_t x_column, const GroupSearch& search) {
+  const int64_t block = blockIdx.x / l.tiles_across - search.all_tiles;
   const int64_t blocks = l.tiles_down - search.all_tiles;
   const Plane& column = args.column;
   if (column.options.codec != Codec::none) {
@@ -148,57 +147,6 @@ __device__ __forceinline__ bool is_whole_tile(const PlaneOptions& o) {
   return o.codec == Codec::block || !o.two_dimensional;
 }
 
-// Tiles in shared memory: one is worked on while the next arrives. FP32 tiles are too large for two.
-template <class E>
-constexpr int kStages = E::kBytes == 2 ? 2 : 1;
-
-// Calls body(place, search, tile) for each tile of this block, by all threads; X is loaded meanwhile.
-template <class E, class Body>
-__device__ __forceinline__ void for_each_tile(const void* x, int64_t row_stride,
-                                              const Layout& layout, const Body& body) {
-  extern __shared__ __align__(128) unsigned char tiles[];
-  // Three: the first warp may look for the next place while others work on the one before this.
-  __shared__ Place places[3];
-  __shared__ GroupSearch searches[3];
-  const uint32_t total = layout.tiles_across * layout.tiles_down;
-  const auto find = [&](uint32_t index, int slot) {
-    if (threadIdx.x < 32) find_place(layout, index, searches[slot], places[slot]);
-  };
-  if constexpr (kStages<E> == 1) {
-    for (uint32_t index = blockIdx.x; index < total; index += gridDim.x) {
-      find(index, 0);
-      __syncthreads();
-      start_load<E>(x, row_stride, places[0], tiles);
-      wait_for_tiles<0>();
-      __syncthreads();
-      body(places[0], searches[0], tiles);
-      __syncthreads();
-    }
-  } else {
-    find(blockIdx.x, 0);
-    __syncthreads();
-    start_load<E>(x, row_stride, places[0], tiles);
-    int stage = 0, slot = 0;
-    for (uint32_t index = blockIdx.x;; index += gridDim.x) {
-      const int next_slot = slot == 2 ? 0 : slot + 1;
-      const bool has_next = total - index > gridDim.x;
-      if (has_next) find(index + gridDim.x, next_slot);
-      __syncthreads();  // nobody reads the other tile any more, and the next place is known
-      if (has_next) {
-        start_load<E>(x, row_stride, places[next_slot], tiles + (stage ^ 1) * kTileBytes<E>);
-        wait_for_tiles<1>();
-      } else {
-        wait_for_tiles<0>();
-      }
-      __syncthreads();
-      body(places[slot], searches[slot], tiles + stage * kTileBytes<E>);
-      if (!has_next) break;
-      slot = next_slot;
-      stage ^= 1;
-    }
-  }
-}
-
 // A uniform value in a uniform register: what follows from it costs no lane anything.
 __device__ __forceinline__ uint32_t uniform(int64_t value) {
   return __reduce_or_sync(kFullWarp, static_cast<uint32_t>(value));
@@ -207,7 +155,15 @@ __device__ __forceinline__ uint32_t uniform(int64_t value) {
 template <class E, class Row, class Column, bool kDequantized, int kBlocksPerSm>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     cast_kernel(const __grid_constant__ CastArgs args, const __grid_constant__ Layout layout) {
+  extern __shared__ __align__(128) unsigned char tile[];
   __shared__ Parts parts;
+  __shared__ GroupSearch search;
+  const Place place = find_place(layout, search);
+  if (place.is_behind_experts) {
+    clear_rest(args, layout, place.x_column, search);
+    return;
+  }
+  load_tile<E>(args.x, args.row_stride, place, tile);
   const PlaneOptions &r = args.row.options, &c = args.column.options;
   Target row{args.row, args.rows, args.columns, 0, 0};
   Target column{args.column, args.columns, args.rows, 0, 0};
@@ -215,52 +171,30 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     row.seed = column.seed = uniform(args.seed_step[0]);
     row.step = column.step = uniform(args.seed_step[1]);
   }
-  uint32_t row_amax = 0, column_amax = 0;
-  for_each_tile<E>(args.x, args.row_stride, layout, [&](const Place& place,
-                                                        const GroupSearch& search,
-                                                        unsigned char* tile) {
-    if (place.is_behind_experts) {
-      clear_rest(args, layout, place, search);
-      return;
-    }
-    if (args.bias_partials) {
-      sum_columns<E>(place.columns, tile,
-                     args.bias_partials + place.x_row / kTile * args.columns + place.x_column);
-    }
-    if (kDequantized ? r.two_dimensional : r.two_dimensional || c.two_dimensional) {
-      measure_parts<E>(tile, is_whole_tile(r) && (kDequantized || is_whole_tile(c)), parts);
-    }
-    row_amax = max(row_amax, RowPhase<E, Row, kDequantized>::run(row, place, tile, parts));
-    if (kDequantized) {
-      __syncthreads();
-      if (c.two_dimensional) measure_parts<E>(tile, is_whole_tile(c), parts);
-    }
-    column_amax = max(column_amax, ColumnPhase<E, Column>::run(column, place, tile, parts));
-  });
+  if (args.bias_partials) {
+    sum_columns<E>(place.columns, tile,
+                   args.bias_partials + place.x_row / kTile * args.columns + place.x_column);
+  }
+  if (kDequantized ? r.two_dimensional : r.two_dimensional || c.two_dimensional) {
+    measure_parts<E>(tile, is_whole_tile(r) && (kDequantized || is_whole_tile(c)), parts);
+  }
+  const uint32_t row_amax = RowPhase<E, Row, kDequantized>::run(row, place, tile, parts);
   if (args.row.amax) raise_by_warp(args.row.amax, row_amax);
+  if (kDequantized) {
+    __syncthreads();
+    if (c.two_dimensional) measure_parts<E>(tile, is_whole_tile(c), parts);
+  }
+  const uint32_t column_amax = ColumnPhase<E, Column>::run(column, place, tile, parts);
   if (args.column.amax) raise_by_warp(args.column.amax, column_amax);
 }
 
-// Multiprocessors of the current device.
-inline int multiprocessors() {
-  static int counts[64] = {};
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= 64) return 1;
-  if (counts[device] == 0) {
-    cudaDeviceGetAttribute(&counts[device], cudaDevAttrMultiProcessorCount, device);
-  }
-  return counts[device];
-}
-
-// As many blocks as fit at once; each takes every gridDim.x-th tile.
+// One block per tile.
 template <class E, class Kernel, class Args>
-cudaError_t launch_tiles(Kernel kernel, int blocks_per_sm, const Args& args, const Layout& layout,
+cudaError_t launch_tiles(Kernel kernel, const Args& args, const Layout& layout,
                          cudaStream_t stream) {
   const int64_t tiles = tiles_of(layout);
   if (tiles > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
-  const int64_t fitting = static_cast<int64_t>(multiprocessors()) * blocks_per_sm;
-  const auto blocks = static_cast<unsigned>(tiles < fitting ? tiles : fitting);
-  kernel<<<blocks, kThreads, kStages<E> * kTileBytes<E>, stream>>>(args, layout);
+  kernel<<<static_cast<unsigned>(tiles), kThreads, kTileBytes<E>, stream>>>(args, layout);
   return cudaGetLastError();
 }
 
@@ -269,10 +203,10 @@ cudaError_t launch_cast(const CastArgs& args, cudaStream_t stream) {
   const auto kernel = cast_kernel<E, Row, Column, kDequantized, kBlocksPerSm>;
   // Static: the limit belongs to the function on every device, and setting it costs microseconds.
   static const cudaError_t ready = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStages<E> * kTileBytes<E>);
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTileBytes<E>);
   if (ready != cudaSuccess) return ready;
   const Layout layout = layout_of(args.rows, args.columns, args.row, args.column, args.groups);
-  return launch_tiles<E>(kernel, kBlocksPerSm, args, layout, stream);
+  return launch_tiles<E>(kernel, args, layout, stream);
 }
 
 }  // namespace dfg

@@ -69,39 +69,40 @@ __device__ __forceinline__ void measure_columns(const Measure& measure, const Pl
 }
 
 template <class E>
-constexpr int kBlocksPerSm = E::kBytes == 2 ? 3 : 2;
+constexpr int kBlocksPerSm = E::kBytes == 2 ? 4 : 2;
 
 template <class E>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm<E>)
     measure_kernel(const __grid_constant__ MeasureArgs args,
                    const __grid_constant__ Layout layout) {
+  extern __shared__ __align__(128) unsigned char tile[];
   __shared__ Parts parts;
-  for_each_tile<E>(args.x, args.row_stride, layout, [&](const Place& place, const GroupSearch&,
-                                                        unsigned char* tile) {
-    if (place.is_behind_experts) return;
-    if (args.row.options.codec != Codec::none) measure_rows<E>(args.row, place, tile);
-    if (args.dequantized) {
-      const Target row{args.row_plane, args.rows, args.columns, 0, 0};
-      const PlaneOptions& o = args.row_plane.options;
-      if (o.two_dimensional) measure_parts<E>(tile, is_whole_tile(o), parts);
-      __syncthreads();
-      RowPhase<E, AnySpec, true, false>::run(row, place, tile, parts);
-      __syncthreads();
-    }
-    if (args.column.options.codec != Codec::none) {
-      measure_columns<E>(args.column, place, args.columns, tile);
-    }
-  });
+  __shared__ GroupSearch search;
+  const Place place = find_place(layout, search);
+  if (place.is_behind_experts) return;
+  load_tile<E>(args.x, args.row_stride, place, tile);
+  if (args.row.options.codec != Codec::none) measure_rows<E>(args.row, place, tile);
+  if (args.dequantized) {
+    const Target row{args.row_plane, args.rows, args.columns, 0, 0};
+    const PlaneOptions& o = args.row_plane.options;
+    if (o.two_dimensional) measure_parts<E>(tile, is_whole_tile(o), parts);
+    __syncthreads();
+    RowPhase<E, AnySpec, true, false>::run(row, place, tile, parts);
+    __syncthreads();
+  }
+  if (args.column.options.codec != Codec::none) {
+    measure_columns<E>(args.column, place, args.columns, tile);
+  }
 }
 
 template <class E>
 cudaError_t launch(const MeasureArgs& args, cudaStream_t stream) {
   const auto kernel = measure_kernel<E>;
   static const cudaError_t ready = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kStages<E> * kTileBytes<E>);
+      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTileBytes<E>);
   if (ready != cudaSuccess) return ready;
   const Layout layout = layout_of(args.rows, args.columns, Plane{}, Plane{}, args.groups);
-  return launch_tiles<E>(kernel, kBlocksPerSm<E>, args, layout, stream);
+  return launch_tiles<E>(kernel, args, layout, stream);
 }
 
 }  // namespace

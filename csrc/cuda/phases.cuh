@@ -61,59 +61,56 @@ __device__ __forceinline__ Encoded encode_rotated(const PlaneOptions& o, const U
 template <class S>
 struct Writer {
   static constexpr Codec kCodec = S::kCodec;
+  // Codes and units that share a byte or a scale.
+  static constexpr int kCodesPerByte = kCodec == Codec::nvfp4 ? 2 : 1;
+  static constexpr int kScaleGroup = kCodec == Codec::nvfp4 ? 16 : 32;
 
   uint8_t* codes;
-  uint8_t* scale;        // of this lane's unit; null where another lane or nobody writes it
-  int64_t code_stride;   // bytes from plane row to plane row
+  uint8_t* scale;
+  int64_t code_stride;  // bytes from plane row to plane row
   int64_t scale_stride;
+  bool has_scale;  // this lane writes the scale of its block
 
   __device__ __forceinline__ Writer(const Plane& plane, int64_t row, int64_t position) {
     const auto extent = static_cast<uint64_t>(plane.stored_contraction);
     const auto at = static_cast<uint64_t>(position);
-    auto* scales = static_cast<uint8_t*>(plane.scales);
-    code_stride = kCodec == Codec::nvfp4 ? extent / 2 : extent;
-    codes = plane.codes + row * code_stride + (kCodec == Codec::nvfp4 ? at / 2 : at);
-    scale = nullptr;
+    code_stride = extent / kCodesPerByte;
+    codes = plane.codes + row * code_stride + at / kCodesPerByte;
+    scale = static_cast<uint8_t*>(plane.scales);
     scale_stride = 0;
-    if (kCodec == Codec::nvfp4) {
-      scale_stride = extent / 16;
-      scale = scales + row * scale_stride + at / 16;
-    }
-    if (kCodec == Codec::mxfp8) {
-      scale_stride = extent / 32;
-      if ((along() & 1) == 0) scale = scales + row * scale_stride + at / 32;
+    has_scale = false;
+    if (kCodec == Codec::nvfp4 || kCodec == Codec::mxfp8) {
+      scale_stride = extent / kScaleGroup;
+      scale += row * scale_stride + at / kScaleGroup;
+      has_scale = kCodec == Codec::nvfp4 || (along() & 1) == 0;
     }
     if (kCodec == Codec::block) {
       scale_stride = 4;
-      if (!S::two_dimensional(plane.options) && along() == 0) {
-        scale = scales + 4 * (at / kTile * plane.stored_rows + row);
-      }
+      scale += 4 * (at / kTile * plane.stored_rows + row);
+      has_scale = !S::two_dimensional(plane.options) && along() == 0;
     }
   }
 
-  // ahead: rows past the current one. is_padding: a 2-D block's scale is not repeated for this row.
+  // ahead: rows past the current one. is_padding: a row behind the plane's last.
   __device__ __forceinline__ void write(int ahead, const Encoded& e, bool is_padding) const {
-    uint8_t* target = codes + ahead * code_stride;
+    uint8_t* to = codes + ahead * code_stride;
+    uint8_t* scale_to = scale + ahead * scale_stride;
     if constexpr (kCodec == Codec::nvfp4) {
-      *reinterpret_cast<uint2*>(target) = make_uint2(e.codes.x, e.codes.y);
+      *reinterpret_cast<uint2*>(to) = make_uint2(e.codes.x, e.codes.y);
     } else {
-      *reinterpret_cast<uint4*>(target) = e.codes;
+      *reinterpret_cast<uint4*>(to) = e.codes;
     }
-    if constexpr (kCodec == Codec::nvfp4) scale[ahead * scale_stride] = is_padding ? 0 : e.scale.byte;
-    if constexpr (kCodec == Codec::mxfp8) {
-      if (scale) scale[ahead * scale_stride] = is_padding ? 0 : e.scale.byte;
+    if constexpr (kCodec == Codec::nvfp4 || kCodec == Codec::mxfp8) {
+      if (has_scale) *scale_to = is_padding ? 0 : e.scale.byte;
     }
     if constexpr (kCodec == Codec::block) {
-      if (scale) {
-        *reinterpret_cast<float*>(scale + ahead * scale_stride) =
-            is_padding ? 0.0f : e.scale.decode;
-      }
+      if (has_scale) *reinterpret_cast<float*>(scale_to) = is_padding ? 0.0f : e.scale.decode;
     }
   }
 
   __device__ __forceinline__ void advance(int rows) {
     codes += rows * code_stride;
-    if (kCodec != Codec::float8 && scale) scale += rows * scale_stride;
+    scale += rows * scale_stride;
   }
 };
 

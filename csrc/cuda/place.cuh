@@ -97,13 +97,12 @@ __device__ __forceinline__ void search_groups(const Groups& groups, int64_t tile
   }
 }
 
-// One warp. Places tile `index`; one behind all experts has no rows and no extents, and
-// is_behind_experts (`search` then says where the experts end).
-__device__ __forceinline__ void find_place(const Layout& l, uint32_t index, GroupSearch& search,
-                                           Place& place) {
-  const int64_t down = index / l.tiles_across;
+// All threads. Places this block's tile; one behind all experts has no rows and no extents (`search`
+// then says where the experts end).
+__device__ __forceinline__ Place find_place(const Layout& l, GroupSearch& search) {
+  const int64_t down = blockIdx.x / l.tiles_across;
   Place p{};
-  p.x_column = static_cast<int64_t>(index % l.tiles_across) * kTile;
+  p.x_column = static_cast<int64_t>(blockIdx.x % l.tiles_across) * kTile;
   p.columns = clamp_to_tile(l.columns - p.x_column);
   if (l.groups.count == 0) {
     p.x_row = down * kTile;
@@ -113,27 +112,25 @@ __device__ __forceinline__ void find_place(const Layout& l, uint32_t index, Grou
     p.column_extent = clamp_to_tile(l.column_stored - p.x_row);
     p.expert_row = p.x_row;
     p.is_first_row_tile = down == 0;
-  } else {
-    const bool writes_ends = index == 0 && l.groups.column_ends != nullptr;
+    return p;
+  }
+  if (threadIdx.x < 32) {
+    const bool writes_ends = blockIdx.x == 0 && l.groups.column_ends != nullptr;
     search_groups(l.groups, down, l.column_block, writes_ends, search);
-    __syncwarp();
-    p.is_behind_experts = !search.found;
-    if (search.found) {
-      const int64_t offset = (down - search.first_tile) * kTile;
-      p.x_row = search.first_row + offset;
-      p.rows = clamp_to_tile(search.end_row - p.x_row);
-      p.row_extent = l.row_stored > 0 ? p.rows : 0;
-      p.column_start = search.part + offset;
-      p.column_extent = l.column_stored > 0 ? clamp_to_tile(search.part_extent - offset) : 0;
-      p.expert = search.expert;
-      p.expert_row = offset;
-      p.is_first_row_tile = offset == 0;
-    }
   }
-  if (threadIdx.x % 32 == 0) {
-    p.tile = index;
-    place = p;
-  }
+  __syncthreads();
+  p.is_behind_experts = !search.found;
+  if (p.is_behind_experts) return p;
+  const int64_t offset = (down - search.first_tile) * kTile;
+  p.x_row = search.first_row + offset;
+  p.rows = clamp_to_tile(search.end_row - p.x_row);
+  p.row_extent = l.row_stored > 0 ? p.rows : 0;
+  p.column_start = search.part + offset;
+  p.column_extent = l.column_stored > 0 ? clamp_to_tile(search.part_extent - offset) : 0;
+  p.expert = search.expert;
+  p.expert_row = offset;
+  p.is_first_row_tile = offset == 0;
+  return p;
 }
 
 }  // namespace dfg

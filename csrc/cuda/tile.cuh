@@ -35,22 +35,20 @@ struct Place {
   int64_t expert_row;    // first row inside the expert
   bool is_first_row_tile;  // of X, or of the expert
   bool is_behind_experts;  // no tile: what the experts leave of the planes
-  uint32_t tile;           // index
 };
 
 __device__ __forceinline__ int clamp_to_tile(int64_t extent) {
   return static_cast<int>(extent < 0 ? 0 : extent < kTile ? extent : kTile);
 }
 
-// Starts loading a tile; elements outside X become zero. All threads; the tile is there for all of
-// them after wait_for_tiles and a barrier.
+// Loads the tile; elements outside X become zero. All threads; ends with a barrier.
 template <class E>
-__device__ __forceinline__ void start_load(const void* x, int64_t row_stride, const Place& place,
-                                           unsigned char* tile) {
+__device__ __forceinline__ void load_tile(const void* x, int64_t row_stride, const Place& place,
+                                          unsigned char* tile) {
   constexpr int kPerChunk = 16 / E::kBytes;
   constexpr int kChunks = kTile / kPerChunk;  // per row
   constexpr int kRowsAtOnce = kThreads / kChunks;
-  const int rows = place.rows, columns = place.columns;  // the place lies in shared memory
+  const int rows = place.rows, columns = place.columns;
   const int64_t stride = row_stride * E::kBytes;
   const auto* base =
       static_cast<const unsigned char*>(x) + place.x_row * stride + place.x_column * E::kBytes;
@@ -92,13 +90,8 @@ __device__ __forceinline__ void start_load(const void* x, int64_t row_stride, co
       }
     }
   }
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits for all but the last kPending loads that this thread started.
-template <int kPending>
-__device__ __forceinline__ void wait_for_tiles() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncthreads();
 }
 
 // Which unit of which row a thread takes in step i of a row phase, and which 16 rows of which two
