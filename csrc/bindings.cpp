@@ -115,6 +115,7 @@ void choose_variant([[maybe_unused]] const std::string& name) {
 }  // namespace dfg
 
 PYBIND11_MODULE(_C, m) {
+  m.attr("ABI") = dfg::kAbi;
   m.doc() = "Registers torch.ops.dist_finegrain; dist_finegrain.extension is its Python face.";
   m.def("cpu_variant", &dfg::variant, "Instruction set that the CPU kernels run with.");
   m.def("choose_cpu_variant", &dfg::choose_variant, pybind11::arg("name"),

@@ -10,6 +10,9 @@
 
 namespace dfg {
 
+// Of the operators: raised, with that of extension.py, when a schema or the meaning of an option changes.
+constexpr int kAbi = 1;
+
 using OptionalTensor = std::optional<at::Tensor>;
 
 // The operators' schemas (bindings.cpp) are these argument lists, in this order.

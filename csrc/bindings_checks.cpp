@@ -112,6 +112,12 @@ void check_statistic(const char* side, const PlaneOptions& o, const Shape& shape
                shape.per_row_or_one(o, shape.rows), x);
 }
 
+void check_alignment(const char* side, const uint8_t* codes) {
+  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(codes) % kAlignment == 0, side,
+                    "codes starts at an address that is no multiple of ", kAlignment,
+                    "; accepted: an aligned buffer, e.g. what torch.empty returns");
+}
+
 Plane plane_of(const char* side, at::TensorList buffers, const PlaneOptions& o, const Shape& shape,
                const OptionalTensor& statistic, const OptionalTensor& amax, const at::Tensor& x) {
   Plane plane;
@@ -139,9 +145,7 @@ Plane plane_of(const char* side, at::TensorList buffers, const PlaneOptions& o, 
   check_tensor(side, "codes", buffers[0], at::kByte, {stored_rows, stored_contraction / per_byte},
                x);
   plane.codes = static_cast<uint8_t*>(buffers[0].mutable_data_ptr());
-  TORCH_CHECK_VALUE(reinterpret_cast<uintptr_t>(plane.codes) % kAlignment == 0, side,
-                    "codes starts at an address that is no multiple of ", kAlignment,
-                    "; accepted: an aligned buffer, e.g. what torch.empty returns");
+  check_alignment(side, plane.codes);
   if (has_scales(o)) {
     check_tensor(side, "scales", buffers[1], o.codec == Codec::block ? at::kFloat : at::kByte,
                  scale_shape(o, shape.rows, contraction, stored_rows, stored_contraction), x);
@@ -204,6 +208,15 @@ Groups groups_of(const OptionalTensor& ends, const OptionalTensor& column_ends,
   groups.ends = static_cast<const int32_t*>(ends->const_data_ptr());
   TORCH_CHECK_VALUE(x.size(0) <= INT32_MAX, "x has ", x.size(0),
                     " rows; accepted with ends: at most ", INT32_MAX, ", as ends are int32");
+  // Those of a GPU cannot be looked at without waiting for it; its kernels take the nearest in order.
+  int64_t before = 0;
+  for (int32_t e = 0; x.is_cpu() && e < groups.count; before = groups.ends[e++]) {
+    const bool is_last = e + 1 == groups.count;
+    TORCH_CHECK_VALUE(groups.ends[e] >= before && groups.ends[e] <= x.size(0) &&
+                          (!is_last || groups.ends[e] == x.size(0)),
+                      "ends[", e, "] is ", groups.ends[e], " after ", before, " in x of ", x.size(0),
+                      " rows; accepted: non-decreasing ends, the last one the number of rows");
+  }
   if (column_ends) {
     check_tensor("", "column_ends", *column_ends, at::kInt, {groups.count}, x);
     groups.column_ends = static_cast<int32_t*>(column_ends->mutable_data_ptr());
@@ -259,6 +272,7 @@ CastArgs cast_args(DFG_CAST_PARAMETERS) {
     }
   }
   if (bias_partials) {
+    TORCH_CHECK_VALUE(!ends, "bias_partials is given with ends; accepted for experts: None");
     check_tensor("", "bias_partials", *bias_partials, at::kFloat,
                  {(args.rows + kBlock - 1) / kBlock, args.columns}, x);
     args.bias_partials = static_cast<float*>(bias_partials->mutable_data_ptr());
@@ -325,7 +339,6 @@ DecodeArgs decode_args(DFG_DECODE_PARAMETERS) {
   Plane& plane = args.plane;
   plane.options = o;
   plane.stored_rows = ceil_to(args.rows, kRowMultiple);
-  // A grouped column plane may be longer than what one expert's part of it decodes to.
   plane.stored_contraction = codes.size(1) * per_byte;
   const int64_t multiple = contraction_multiple(o);
   TORCH_CHECK_VALUE(plane.stored_contraction % multiple == 0 &&
@@ -335,6 +348,7 @@ DecodeArgs decode_args(DFG_DECODE_PARAMETERS) {
                     out.sizes());
   check_tensor("", "codes", codes, at::kByte, {plane.stored_rows, codes.size(1)}, out);
   plane.codes = const_cast<uint8_t*>(static_cast<const uint8_t*>(codes.const_data_ptr()));
+  check_alignment("", plane.codes);
   if (has_scales(o)) {
     const at::Tensor& tensor = needed("", "scales", scales);
     check_tensor(
@@ -359,7 +373,7 @@ void check_update(DFG_UPDATE_PARAMETERS) {
                     " pendings; accepted: one of each per slot, at least one slot");
   constexpr int64_t kWords = sizeof(DelayedSlot) / sizeof(int64_t);
   static_assert(kWords * sizeof(int64_t) == sizeof(DelayedSlot) && kWords == 5,
-                "formats/fused.py packs five 64-bit words per slot");
+                "formats/fused_delayed.py packs five 64-bit words per slot");
   check_tensor("", "table", table, at::kLong, {static_cast<int64_t>(count), kWords}, table);
   for (size_t i = 0; i < count; ++i) {
     check_tensor("", "scale", scales[i], at::kFloat, {1}, table);

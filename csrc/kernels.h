@@ -55,7 +55,7 @@ struct Plane {
 // 128×128 blocks are refused by the caller.
 struct Groups {
   int32_t count = 0;               // 0: not grouped
-  const int32_t* ends = nullptr;   // [count] cumulative row ends in X, non-decreasing
+  const int32_t* ends = nullptr;   // [count] cumulative row ends in X, non-decreasing, the last M
   int32_t* column_ends = nullptr;  // [count] or null: written: cumulative ends in the column plane
 };
 
@@ -67,7 +67,8 @@ struct CastArgs {
   Plane row, column;                              // codec none: not wanted
   bool dequantized = false;  // the column plane encodes decode(row), rounded to dtype, saturated
   const int64_t* seed_step = nullptr;  // [2]: rounding seed, completed steps; null without SR
-  // FP32 [⌈M/128⌉, K] or null: sums of X over each 128 rows, in FP32 (their sum is the bias gradient).
+  // FP32 [⌈M/128⌉, K] or null: sums of X over each 128 rows, in FP32 (their sum is the bias gradient);
+  // null with groups.
   float* bias_partials = nullptr;
   Groups groups;
 };

@@ -15,9 +15,9 @@ import torch
 
 from .distributed import collectives
 from .extension import why_unavailable
-from .formats import fused
 from .formats.dtypes import DType
 from .formats.float8 import Float8Quantizer
+from .formats.fused_delayed import DelayedState, update_delayed
 from .formats.requests import DelayedScalingRequest
 from .reference.elements import FLT_MAX, FP8_MAX
 
@@ -110,11 +110,11 @@ def update_slots(slots: list[DelayedSlot]) -> None:
             for slot in its_slots:
                 _update(slot)
         else:
-            fused.update_delayed([_state(slot) for slot in its_slots])
+            update_delayed([_state(slot) for slot in its_slots])
 
 
-def _state(slot: DelayedSlot) -> fused.DelayedState:
-    return fused.DelayedState(
+def _state(slot: DelayedSlot) -> DelayedState:
+    return DelayedState(
         slot.scale,
         slot.history,
         slot.pending,

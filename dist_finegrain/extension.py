@@ -19,6 +19,7 @@ import torch
 _RECORD = Path(__file__).with_name("_build.json")  # written by setup.py
 _REBUILD = "build it with: pip install --no-build-isolation -e ."
 _OLDEST_SM = 90
+_ABI = 1  # that of csrc/bindings.h
 _OPERATORS = ("cast", "measure", "decode", "update_delayed")
 
 
@@ -100,7 +101,8 @@ def _missing(reason: str, built_against: str = "") -> BuildInfo:
 def _load(record: Path = _RECORD) -> BuildInfo:
     try:
         built = json.loads(record.read_text())
-    except (OSError, ValueError):
+        built = {key: built[key] for key in ("python", "torch", "cpu", "cuda", "archs")}
+    except (OSError, ValueError, KeyError, TypeError):
         return _missing(f"not built; {_REBUILD}")
     if built["cpu"] and built["cuda"]:
         return BuildInfo("", (), "", built["cpu"], built["cuda"])
@@ -112,6 +114,8 @@ def _load(record: Path = _RECORD) -> BuildInfo:
             return _missing(reason, built["torch"])
     try:
         module = importlib.import_module("dist_finegrain._C")
+        if getattr(module, "ABI", 0) != _ABI:
+            return _missing(f"built from another version of csrc; {_REBUILD}", built["torch"])
         variant = module.cpu_variant()
     except (ImportError, OSError, RuntimeError) as error:
         return _missing(f"dist_finegrain._C cannot be loaded ({error}); {_REBUILD}", built["torch"])

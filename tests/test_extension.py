@@ -16,7 +16,7 @@ import torch
 
 import dist_finegrain as dfg
 from dist_finegrain import extension
-from dist_finegrain.formats import fused
+from dist_finegrain.formats import fused, fused_delayed, fused_grouped, fused_options
 from dist_finegrain.formats.mxfp8 import MXFP8Format
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -191,6 +191,10 @@ def test_info_says_why_nothing_can_be_used(tmp_path, monkeypatch):
     assert missing.cpu_reason == missing.cuda_reason
     assert missing.cpu_reason.startswith("not built; build it with: pip install")
 
+    for text in ("{}", "[]", '{"cpu": ""}', "no json"):
+        (tmp_path / "odd.json").write_text(text)
+        assert extension._load(tmp_path / "odd.json") == missing
+
     skipped = extension._load(record(tmp_path, cpu="first reason", cuda="second reason"))
     assert (skipped.cpu_reason, skipped.cuda_reason) == ("first reason", "second reason")
     assert str(skipped) == "CPU kernels: none, first reason\nCUDA kernels: none, second reason"
@@ -204,6 +208,10 @@ def test_info_says_why_nothing_can_be_used(tmp_path, monkeypatch):
     assert other.torch == "2.0.0+cu118" and "pip install" in other.cuda_reason
     other = extension._load(record(tmp_path, python="3.8"))
     assert "python 3.8, this is python" in other.cpu_reason
+
+    monkeypatch.setattr(importlib, "import_module", lambda name: types.SimpleNamespace(ABI=0))
+    older = extension._load(record(tmp_path))
+    assert "another version of csrc" in older.cpu_reason and "pip install" in older.cuda_reason
 
     def undefined_symbol(name):
         raise ImportError("undefined symbol: _ZN3c10")
@@ -267,18 +275,23 @@ def test_kinds_of_devices_that_the_package_has_kernels_for():
     assert "sm_90 or newer" in extension.why_unsupported("sm_80")
 
 
+def as_if_not_built(monkeypatch, reason: str) -> None:
+    for module in (fused, fused_options, fused_delayed):
+        monkeypatch.setattr(module, "why_unavailable", lambda device: reason)
+
+
 def test_fused_functions_that_were_not_built_raise_by_name(monkeypatch):
-    monkeypatch.setattr(fused, "why_unavailable", lambda device: "DIST_FINEGRAIN_SKIP_CPU was set")
+    as_if_not_built(monkeypatch, "DIST_FINEGRAIN_SKIP_CPU was set")
     x, format = torch.ones(4, 32), MXFP8Format("e4m3")
     assert fused.why_not(x.device, format, None) == "DIST_FINEGRAIN_SKIP_CPU was set"
-    state = fused.DelayedState(torch.ones(1), torch.zeros(2), torch.ones(1), True, 448.0, 0)
+    state = fused_delayed.DelayedState(torch.ones(1), torch.zeros(2), torch.ones(1), True, 448.0, 0)
     ends = torch.tensor([4], dtype=torch.int32)
     for name, call in (
         ("cast", lambda: fused.cast(x, format, None)),
         ("measure", lambda: fused.measure(x, format, None)),
-        ("cast_grouped", lambda: fused.cast_grouped(x, ends, format, None)),
+        ("cast_grouped", lambda: fused_grouped.cast_grouped(x, ends, format, None)),
         ("decode", lambda: fused.decode(format.encode(x), torch.float32)),
-        ("update_delayed", lambda: fused.update_delayed([state])),
+        ("update_delayed", lambda: fused_delayed.update_delayed([state])),
     ):
         with pytest.raises(RuntimeError, match=f"{name} needs .* on cpu: .*SKIP_CPU was set"):
             call()
@@ -295,6 +308,14 @@ def test_operators_of_a_part_that_was_not_built_raise_by_name():
         torch.ops.dist_finegrain.decode.default.redispatch(keys, codes, None, None, 3, out)
 
 
+def test_a_subclass_of_a_format_is_encoded_by_itself():
+    class Doubled(MXFP8Format):
+        def encode(self, x, statistic=None, rounding=None):
+            return super().encode(x * 2, statistic, rounding)
+
+    assert "its own class" in fused.why_not(torch.device("cpu"), Doubled("e4m3"))
+
+
 def test_plain_torch_casts_what_was_not_built(monkeypatch):
     """Same planes with and without the extension."""
     x = torch.randn(40, 48, dtype=torch.bfloat16)
@@ -303,7 +324,8 @@ def test_plain_torch_casts_what_was_not_built(monkeypatch):
         columnwise_source="rowwise_dequantized",
     )  # fmt: skip
     compiled = quantizer(x)
-    monkeypatch.setattr(fused, "why_unavailable", lambda device: "not built")
+    as_if_not_built(monkeypatch, "not built")
+    monkeypatch.setattr(fused, "cast", None)
     plain = quantizer(x)
     for direction in ("rowwise", "columnwise"):
         parts = zip(compiled.plane(direction).parts, plain.plane(direction).parts, strict=True)

@@ -163,14 +163,6 @@ void run_items(int64_t count, const ParallelFor& run,
   });
 }
 
-// Sums over each 128 rows of X: with experts the tiles of the cast do not lie there.
-void sum_grouped(const CastArgs& args, const ParallelFor& run) {
-  CastArgs sums = args;
-  sums.row.options.codec = sums.column.options.codec = Codec::none;
-  sums.groups = {};
-  cast_cpu(sums, run);
-}
-
 }  // namespace
 
 void cast_cpu(const CastArgs& args, const ParallelFor& run) {
@@ -195,16 +187,11 @@ void cast_cpu(const CastArgs& args, const ParallelFor& run) {
     write_padding(args.column, args.columns, args.rows, cut.gaps);
     write_outer(args.column, grouped ? args.groups.count : 1, args.columns);
   }
-  CastArgs tile_args = args;
-  if (grouped && args.bias_partials != nullptr) {
-    sum_grouped(args, run);
-    tile_args.bias_partials = nullptr;
-  }
   const RowTile* tiles = cut.tiles.data();
   const Variant& kernels = variant();
   const int64_t count = static_cast<int64_t>(cut.tiles.size()) * across;
   run_items(count, run,
-            [&](int64_t begin, int64_t end) { kernels.cast(tile_args, tiles, begin, end); });
+            [&](int64_t begin, int64_t end) { kernels.cast(args, tiles, begin, end); });
 }
 
 void measure_cpu(const MeasureArgs& args, const ParallelFor& run) {

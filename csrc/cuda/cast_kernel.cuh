@@ -97,7 +97,7 @@ __device__ __noinline__ void sum_columns(int columns, const unsigned char* tile,
 
 // Zeros plane rows row_begin … row_end − 1 from contraction index begin to end: codes and scales.
 inline __device__ __noinline__ void clear_part(const Plane& p, int64_t row_begin, int64_t row_end,
-                                        int64_t begin, int64_t end) {
+                                               int64_t begin, int64_t end) {
   const Codec codec = p.options.codec;
   const int codes_per_byte = codec == Codec::nvfp4 ? 2 : 1;
   const int group = codec == Codec::mxfp8 ? 32 : codec == Codec::nvfp4 ? 16 : 128;
@@ -117,27 +117,26 @@ inline __device__ __noinline__ void clear_part(const Plane& p, int64_t row_begin
   }
 }
 
-// Zeros what the experts leave of the column plane, and the row plane's padding rows.
-__device__ __forceinline__ void clear_rest(const CastArgs& args, const Layout& l,
-                                           int64_t x_column, const GroupSearch& search) {
-  const int64_t block = blockIdx.x / l.tiles_across - search.all_tiles;
-  const int64_t blocks = l.tiles_down - search.all_tiles;
-  const Plane& column = args.column;
+// Zeros what the experts leave of both planes: 128 rows or columns at a time, in turn with the other
+// blocks behind the experts.
+__device__ __forceinline__ void clear_rest(const CastArgs& args, const Layout& l, int64_t x_column,
+                                           const GroupSearch& search) {
+  const int64_t first = (blockIdx.x / l.tiles_across - search.all_tiles) * kTile;
+  const int64_t step = (l.tiles_down - search.all_tiles) * kTile;
+  const Plane &row = args.row, &column = args.column;
   if (column.options.codec != Codec::none) {
-    const int64_t row_end = min(x_column + kTile, column.stored_rows);
-    for (int64_t at = search.all_parts + block * kTile; at < column.stored_contraction;
-         at += blocks * kTile) {
-      clear_part(column, x_column, row_end, at, min(at + kTile, column.stored_contraction));
+    const int64_t row_end = min(x_column + kTile, column.stored_rows), end = column.stored_contraction;
+    for (int64_t at = search.all_parts + first; at < end; at += step) {
+      clear_part(column, x_column, row_end, at, min(at + kTile, end));
     }
   }
-  const Plane& row = args.row;
-  if (row.options.codec != Codec::none && block == 0) {
-    clear_part(row, args.rows, row.stored_rows, x_column,
-               min(x_column + kTile, row.stored_contraction));
-    if (row.options.row_scaled && x_column == 0) {
-      for (int64_t i = args.rows + threadIdx.x; i < row.stored_rows; i += kThreads) {
-        row.outer[i] = 0.0f;
-      }
+  if (row.options.codec != Codec::none) {
+    const int64_t column_end = min(x_column + kTile, row.stored_contraction);
+    for (int64_t at = search.all_rows + first; at < row.stored_rows; at += step) {
+      const int64_t end = min(at + kTile, row.stored_rows);
+      clear_part(row, at, end, x_column, column_end);
+      if (!row.options.row_scaled || x_column > 0) continue;
+      for (int64_t i = at + threadIdx.x; i < end; i += kThreads) row.outer[i] = 0.0f;
     }
   }
 }
@@ -174,6 +173,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (args.bias_partials) {
     sum_columns<E>(place.columns, tile,
                    args.bias_partials + place.x_row / kTile * args.columns + place.x_column);
+    if (kDequantized) __syncthreads();  // the row phase overwrites what is summed
   }
   if (kDequantized ? r.two_dimensional : r.two_dimensional || c.two_dimensional) {
     measure_parts<E>(tile, is_whole_tile(r) && (kDequantized || is_whole_tile(c)), parts);
@@ -188,25 +188,27 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (args.column.amax) raise_by_warp(args.column.amax, column_amax);
 }
 
-// One block per tile.
+// One block per tile. kernel: of (args, layout).
 template <class E, class Kernel, class Args>
 cudaError_t launch_tiles(Kernel kernel, const Args& args, const Layout& layout,
                          cudaStream_t stream) {
   const int64_t tiles = tiles_of(layout);
   if (tiles > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
+  // More than 48 KiB must be asked for, on each device; it costs about a microsecond.
+  if constexpr (kTileBytes<E> > 40 * 1024) {
+    const cudaError_t status = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTileBytes<E>);
+    if (status != cudaSuccess) return status;
+  }
   kernel<<<static_cast<unsigned>(tiles), kThreads, kTileBytes<E>, stream>>>(args, layout);
   return cudaGetLastError();
 }
 
 template <class E, class Row, class Column, bool kDequantized, int kBlocksPerSm>
 cudaError_t launch_cast(const CastArgs& args, cudaStream_t stream) {
-  const auto kernel = cast_kernel<E, Row, Column, kDequantized, kBlocksPerSm>;
-  // Static: the limit belongs to the function on every device, and setting it costs microseconds.
-  static const cudaError_t ready = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTileBytes<E>);
-  if (ready != cudaSuccess) return ready;
   const Layout layout = layout_of(args.rows, args.columns, args.row, args.column, args.groups);
-  return launch_tiles<E>(kernel, args, layout, stream);
+  return launch_tiles<E>(cast_kernel<E, Row, Column, kDequantized, kBlocksPerSm>, args, layout,
+                         stream);
 }
 
 }  // namespace dfg

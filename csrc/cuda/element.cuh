@@ -24,7 +24,6 @@ struct Element<Dtype::bf16> {
   static constexpr int kBytes = 2;
   static constexpr bool kRotationIsRounded = true;
 
-  static __device__ __forceinline__ Pair zero() { return 0u; }
   static __device__ __forceinline__ float lo(Pair w) { return float_of(w << 16); }
   static __device__ __forceinline__ float hi(Pair w) { return float_of(w & 0xFFFF0000u); }
   static __device__ __forceinline__ Pair pack(float lo, float hi) {
@@ -36,9 +35,6 @@ struct Element<Dtype::bf16> {
     Pair w;
     asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo));
     return w;
-  }
-  static __device__ __forceinline__ float one(const void* x, int64_t i) {
-    return float_of(static_cast<uint32_t>(static_cast<const uint16_t*>(x)[i]) << 16);
   }
   static constexpr uint32_t kNan = 0x7FC0u;
   static __device__ __forceinline__ Pair abs(Pair w) {
@@ -61,7 +57,6 @@ struct Element<Dtype::f16> {
   static constexpr int kBytes = 2;
   static constexpr bool kRotationIsRounded = false;
 
-  static __device__ __forceinline__ Pair zero() { return 0u; }
   static __device__ __forceinline__ float lo(Pair w) {
     return __half2float(__ushort_as_half(static_cast<unsigned short>(w)));
   }
@@ -77,9 +72,6 @@ struct Element<Dtype::f16> {
     Pair w;
     asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(hi), "f"(lo));
     return w;
-  }
-  static __device__ __forceinline__ float one(const void* x, int64_t i) {
-    return __half2float(__ushort_as_half(static_cast<const uint16_t*>(x)[i]));
   }
   static constexpr uint32_t kNan = 0x7E00u;
   static __device__ __forceinline__ Pair abs(Pair w) {
@@ -102,7 +94,6 @@ struct Element<Dtype::f32> {
   static constexpr int kBytes = 4;
   static constexpr bool kRotationIsRounded = false;
 
-  static __device__ __forceinline__ Pair zero() { return make_uint2(0u, 0u); }
   static __device__ __forceinline__ float lo(Pair w) { return float_of(w.x); }
   static __device__ __forceinline__ float hi(Pair w) { return float_of(w.y); }
   static __device__ __forceinline__ Pair pack(float lo, float hi) {
@@ -113,9 +104,6 @@ struct Element<Dtype::f32> {
   }
   static __device__ __forceinline__ Pair pack_saturated(float lo, float hi) {
     return pack(saturated(lo), saturated(hi));
-  }
-  static __device__ __forceinline__ float one(const void* x, int64_t i) {
-    return static_cast<const float*>(x)[i];
   }
   static __device__ __forceinline__ Pair abs(Pair w) {
     return make_uint2(w.x & 0x7FFFFFFFu, w.y & 0x7FFFFFFFu);
@@ -157,14 +145,6 @@ __device__ __forceinline__ typename E::Pair pairs_abs_max(const typename E::Pair
   typename E::Pair m = E::abs(p[0]);
 #pragma unroll
   for (int k = 1; k < kCount; ++k) m = E::max(m, E::abs(p[k]));
-  return m;
-}
-
-template <class E, int kCount>
-__device__ __forceinline__ typename E::Pair pairs_max(const typename E::Pair (&magnitudes)[kCount]) {
-  typename E::Pair m = magnitudes[0];
-#pragma unroll
-  for (int k = 1; k < kCount; ++k) m = E::max(m, magnitudes[k]);
   return m;
 }
 

@@ -97,12 +97,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<E>)
 
 template <class E>
 cudaError_t launch(const MeasureArgs& args, cudaStream_t stream) {
-  const auto kernel = measure_kernel<E>;
-  static const cudaError_t ready = cudaFuncSetAttribute(
-      kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTileBytes<E>);
-  if (ready != cudaSuccess) return ready;
   const Layout layout = layout_of(args.rows, args.columns, Plane{}, Plane{}, args.groups);
-  return launch_tiles<E>(kernel, args, layout, stream);
+  return launch_tiles<E>(measure_kernel<E>, args, layout, stream);
 }
 
 }  // namespace

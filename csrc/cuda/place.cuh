@@ -41,58 +41,66 @@ inline Layout layout_of(int64_t rows, int64_t columns, const Plane& row, const P
   return l;
 }
 
-// Where the experts end, in tiles and in the column plane.
+// Where the experts end, in tiles, in X and in the column plane.
 struct GroupSearch {
   bool found;
   int expert;
   int64_t first_row, end_row;  // of the expert, in X
   int64_t first_tile;          // of the expert
   int64_t part, part_extent;   // of the expert, in the column plane
-  int64_t all_tiles, all_parts;
+  int64_t all_tiles, all_rows, all_parts;
 };
 
+// Over the lanes up to this one: the sum, or the maximum.
+template <bool kIsMaximum>
 __device__ __forceinline__ int64_t scanned(int64_t value) {
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
     const int64_t other = __shfl_up_sync(kFullWarp, value, d);
-    if (static_cast<int>(threadIdx.x % 32) >= d) value += other;
+    if (static_cast<int>(threadIdx.x % 32) < d) continue;
+    value = kIsMaximum ? max(value, other) : value + other;
   }
   return value;
 }
 
-// One warp. Finds the expert that tile `tile` belongs to.
-__device__ __forceinline__ void search_groups(const Groups& groups, int64_t tile, int block,
-                                              bool writes_ends, GroupSearch& result) {
-  const int lane = threadIdx.x % 32;
-  int64_t tiles_before = 0, parts_before = 0;
+// One warp. Finds the expert that tile `tile` belongs to. Ends that decrease, or lie outside X, cannot
+// be refused without a synchronisation; they are taken as the nearest that are in order.
+__device__ __forceinline__ void search_groups(const Layout& l, int64_t tile, bool writes_ends,
+                                              GroupSearch& result) {
+  const int lane = threadIdx.x % 32, block = l.column_block;
+  int64_t tiles_before = 0, rows_before = 0, parts_before = 0;
   if (lane == 0) result.found = false;
   __syncwarp();
-  for (int base = 0; base < groups.count; base += 32) {
+  for (int base = 0; base < l.groups.count; base += 32) {
     const int e = base + lane;
-    const bool is_valid = e < groups.count;
-    const int64_t end = is_valid ? groups.ends[e] : 0;
-    const int64_t first = is_valid && e > 0 ? groups.ends[e - 1] : 0;
-    const int64_t rows = end > first ? end - first : 0;
+    const bool is_valid = e < l.groups.count;
+    const int64_t given = is_valid ? l.groups.ends[e] : 0;
+    const int64_t end = scanned<true>(max(rows_before, min(given, l.rows)));
+    const int64_t before = __shfl_up_sync(kFullWarp, end, 1);
+    const int64_t first = lane == 0 ? rows_before : before;
+    const int64_t rows = end - first;
     const int64_t tiles = !is_valid ? 0 : rows > 0 ? ceil_div(rows, kTile) : 1;
     const int64_t padded = (rows + block - 1) & -static_cast<int64_t>(block);
     const int64_t part = !is_valid ? 0 : rows > 0 ? padded : block;
-    const int64_t tile_end = tiles_before + scanned(tiles);
-    const int64_t part_end = parts_before + scanned(part);
+    const int64_t tile_end = tiles_before + scanned<false>(tiles);
+    const int64_t part_end = parts_before + scanned<false>(part);
     if (is_valid && tile < tile_end && tile >= tile_end - tiles) {
       result.found = true;
       result.expert = e;
       result.first_row = first;
-      result.end_row = first + rows;
+      result.end_row = end;
       result.first_tile = tile_end - tiles;
       result.part = part_end - part;
       result.part_extent = part;
     }
-    if (is_valid && writes_ends) groups.column_ends[e] = static_cast<int32_t>(part_end);
+    if (is_valid && writes_ends) l.groups.column_ends[e] = static_cast<int32_t>(part_end);
     tiles_before = __shfl_sync(kFullWarp, tile_end, 31);
+    rows_before = __shfl_sync(kFullWarp, end, 31);
     parts_before = __shfl_sync(kFullWarp, part_end, 31);
   }
   if (lane == 0) {
     result.all_tiles = tiles_before;
+    result.all_rows = rows_before;
     result.all_parts = parts_before;
   }
 }
@@ -116,7 +124,7 @@ __device__ __forceinline__ Place find_place(const Layout& l, GroupSearch& search
   }
   if (threadIdx.x < 32) {
     const bool writes_ends = blockIdx.x == 0 && l.groups.column_ends != nullptr;
-    search_groups(l.groups, down, l.column_block, writes_ends, search);
+    search_groups(l, down, writes_ends, search);
   }
   __syncthreads();
   p.is_behind_experts = !search.found;

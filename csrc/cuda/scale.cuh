@@ -14,7 +14,7 @@ struct Parts {
   uint32_t bad[8][8];   // whether any element of a part is not finite
 };
 
-// All threads; begins and ends with a barrier. is_whole: only the whole tile is wanted.
+// All threads; begins and ends with a barrier. is_whole: the parts are not wanted.
 template <class E>
 __device__ __noinline__ void measure_parts(unsigned char* tile, bool is_whole, Parts& parts) {
   __syncthreads();
@@ -41,10 +41,8 @@ __device__ __noinline__ void measure_parts(unsigned char* tile, bool is_whole, P
     if (threadIdx.x % 32 < 8) atomicMax(&parts.amax[row / 16][along()], m);
     if (bad) parts.bad[row / 16][along()] = 1;
   }
-  if (is_whole) {
-    whole = __reduce_max_sync(kFullWarp, whole);
-    if (threadIdx.x % 32 == 0) atomicMax(&parts.whole, whole);
-  }
+  whole = __reduce_max_sync(kFullWarp, whole);
+  if (threadIdx.x % 32 == 0) atomicMax(&parts.whole, whole);
   __syncthreads();
 }
 

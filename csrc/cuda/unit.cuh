@@ -101,25 +101,26 @@ __device__ __forceinline__ RowUnit<E> fp8_values(const uint4& codes, float scale
 
 // Sign bits of elements 8·part … + 7, each at the top bit of its nibble.
 template <class Unit>
-__device__ __forceinline__ uint32_t sign_nibbles(const Unit& u, int part) {
+__device__ __forceinline__ uint32_t sign_nibbles_of_floats(const Unit& u, int part) {
   uint32_t signs = 0;
 #pragma unroll
   for (int k = 0; k < 8; ++k) signs |= (bits_of(u.at(8 * part + k)) >> 31) << (4 * k + 3);
   return signs;
 }
 
+__device__ __forceinline__ uint32_t sign_nibbles(const FloatUnit& u, int part) {
+  return sign_nibbles_of_floats(u, part);
+}
+
 __device__ __forceinline__ uint32_t interleaved_signs(uint32_t even, uint32_t odd) {
   return ((even & 0x80808080u) >> 4) | (odd & 0x80808080u);
 }
 
-// Sixteen-bit elements: four byte permutations gather the bytes that hold the signs.
-template <Dtype kDtype>
-__device__ __forceinline__ uint32_t sign_nibbles(const RowUnit<Element<kDtype>>& u, int part) {
-  if constexpr (kDtype == Dtype::f32) {
-    uint32_t signs = 0;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) signs |= (bits_of(u.at(8 * part + k)) >> 31) << (4 * k + 3);
-    return signs;
+// Sixteen-bit elements: byte permutations gather the bytes that hold the signs.
+template <class E>
+__device__ __forceinline__ uint32_t sign_nibbles(const RowUnit<E>& u, int part) {
+  if constexpr (E::kBytes == 4) {
+    return sign_nibbles_of_floats(u, part);
   } else {
     const uint32_t a = __byte_perm(u.p[4 * part], u.p[4 * part + 1], 0x7351);
     const uint32_t b = __byte_perm(u.p[4 * part + 2], u.p[4 * part + 3], 0x7351);
@@ -127,14 +128,10 @@ __device__ __forceinline__ uint32_t sign_nibbles(const RowUnit<Element<kDtype>>&
   }
 }
 
-template <Dtype kDtype, int kHalf>
-__device__ __forceinline__ uint32_t sign_nibbles(const ColumnUnit<Element<kDtype>, kHalf>& u,
-                                                 int part) {
-  if constexpr (kDtype == Dtype::f32) {
-    uint32_t signs = 0;
-#pragma unroll
-    for (int k = 0; k < 8; ++k) signs |= (bits_of(u.at(8 * part + k)) >> 31) << (4 * k + 3);
-    return signs;
+template <class E, int kHalf>
+__device__ __forceinline__ uint32_t sign_nibbles(const ColumnUnit<E, kHalf>& u, int part) {
+  if constexpr (E::kBytes == 4) {
+    return sign_nibbles_of_floats(u, part);
   } else {
     constexpr int kBytes = kHalf ? 0x7632 : 0x5410;
     const int k = 8 * part;
@@ -346,12 +343,12 @@ __device__ __forceinline__ uint2 content_of_columns(const typename E::Pair (&p)[
 
 // The rotated unit: BF16 is rounded to BF16, other dtypes stay FP32.
 template <class E>
-struct Rotated {
-  using Unit = FloatUnit;
+struct RotatedUnit {
+  using Type = FloatUnit;
 };
 template <>
-struct Rotated<Element<Dtype::bf16>> {
-  using Unit = RowUnit<Element<Dtype::bf16>>;
+struct RotatedUnit<Element<Dtype::bf16>> {
+  using Type = RowUnit<Element<Dtype::bf16>>;
 };
 
 // The random signs of the rotation. Element k of a pair's halves is first and second.
@@ -380,7 +377,7 @@ __device__ __forceinline__ void flip_columns(typename E::Pair (&p)[16]) {
 
 // Rotates a unit whose signs were flipped.
 template <class E, class Unit>
-__device__ __forceinline__ typename Rotated<E>::Unit rotate(const Unit& u) {
+__device__ __forceinline__ typename RotatedUnit<E>::Type rotate(const Unit& u) {
   FloatUnit r;
 #pragma unroll
   for (int k = 0; k < 16; ++k) r.v[k] = u.at(k);

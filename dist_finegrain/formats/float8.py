@@ -88,6 +88,7 @@ class _MeasuredFormat(_Float8Format):
 class Float8TensorFormat(_MeasuredFormat):
     """Per-tensor current scaling: one scale, from the amax of the whole matrix."""
 
+    codec: ClassVar[str] = "float8"
     statistic: ClassVar[str] = "tensor"
 
     def measure(self, x: torch.Tensor) -> torch.Tensor:
@@ -101,6 +102,7 @@ class Float8TensorFormat(_MeasuredFormat):
 class Float8RowFormat(_MeasuredFormat):
     """One scale per row of the plane: per token of X.row, per output channel of W.row."""
 
+    codec: ClassVar[str] = "float8"
     statistic: ClassVar[str] = "row"
 
     def measure(self, x: torch.Tensor) -> torch.Tensor:
@@ -117,6 +119,7 @@ class Float8RowFormat(_MeasuredFormat):
 class Float8DelayedFormat(_Float8Format):
     """Per-tensor scaling by a stored scale; the plane owns a copy of what it must decode with."""
 
+    codec: ClassVar[str] = "float8"
     statistic: ClassVar[str] = "scale"
 
     def measure(self, x: torch.Tensor) -> torch.Tensor:

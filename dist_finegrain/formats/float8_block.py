@@ -30,6 +30,7 @@ class Float8BlockFormat(Format):
     """
 
     family: ClassVar[str] = "float8_block"
+    codec: ClassVar[str] = "float8_block"
     element: str
     two_dimensional: bool = False
     epsilon: float = 0.0

@@ -25,6 +25,7 @@ class MXFP8Format(Format):
     """Blocks of 32 along the contraction, or 32×32 where ``two_dimensional``."""
 
     family: ClassVar[str] = "mxfp8"
+    codec: ClassVar[str] = "mxfp8"
     element: str
     two_dimensional: bool = False
 

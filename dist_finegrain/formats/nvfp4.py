@@ -37,6 +37,7 @@ class NVFP4Format(Format):
     """
 
     family: ClassVar[str] = "nvfp4"
+    codec: ClassVar[str] = "nvfp4"
     two_dimensional: bool = False
     rht: Literal["signed", "plain"] | None = None
     stochastic: bool = False

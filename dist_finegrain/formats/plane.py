@@ -49,6 +49,13 @@ class Format(abc.ABC):
 
     family: ClassVar[str]
     statistic: ClassVar[str] = "none"
+    # How the compiled kernels know this class; a subclass may encode otherwise and has none.
+    codec: ClassVar[str | None] = None
+
+    def __init_subclass__(cls, **options):
+        super().__init_subclass__(**options)
+        if "codec" not in cls.__dict__:
+            cls.codec = None
 
     @property
     def rht(self) -> str | None:

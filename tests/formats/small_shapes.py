@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from dist_finegrain.formats import fused
+from dist_finegrain.formats import fused, fused_grouped
 
 from .fused_cases import EVERY, PLACES, SOURCES, as_measured_row
 
@@ -22,9 +22,7 @@ def use(format, source: str, x: torch.Tensor) -> None:
     row_amax, _ = fused.measure(x, row, None)
     _, column_amax = fused.measure(x, row, format, source=source, row_statistic=row_amax)
     statistics = {"row_statistic": row_amax, "column_statistic": column_amax}
-    made = fused.cast(
-        x, row, format, source=source, rounding=PLACES, bias_grad=source == "original", **statistics
-    )
+    made = fused.cast(x, row, format, source=source, rounding=PLACES, bias_grad=True, **statistics)
     for plane in (made.row, made.column):
         fused.decode(plane, x.dtype)
 
@@ -32,9 +30,9 @@ def use(format, source: str, x: torch.Tensor) -> None:
 def use_grouped(format, x: torch.Tensor) -> None:
     """Both planes of four experts, one of them without rows."""
     ends = torch.tensor(ENDS, dtype=torch.int32, device=x.device)
-    row_amax, column_amax = fused.measure_grouped(x, ends, format, format)
+    row_amax, column_amax = fused_grouped.measure_grouped(x, ends, format, format)
     statistics = {"row_statistic": row_amax, "column_statistic": column_amax}
-    fused.cast_grouped(x, ends, format, format, rounding=PLACES, **statistics)
+    fused_grouped.cast_grouped(x, ends, format, format, rounding=PLACES, **statistics)
 
 
 def main() -> None:

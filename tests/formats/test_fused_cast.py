@@ -143,6 +143,34 @@ def test_options_beside_another_format(option, source, device):
     check(device, "block", option, source, matrices(_ORDER.index(option) + 2, shapes))
 
 
+_TWO_DIMENSIONAL = [name for name, f in EVERY.items() if getattr(f, "two_dimensional", False)]
+
+
+@each_device
+@each_source
+@pytest.mark.parametrize("row", _TWO_DIMENSIONAL)
+def test_squares_of_different_sizes(row, source, device):
+    """Each 2-D format beside each other one: blocks of 128, 32 and 16 of the same tile."""
+    for column in _TWO_DIMENSIONAL:
+        check(device, row, column, source, matrices(_ORDER.index(column), ((17, 33), (129, 257))))
+
+
+@each_device
+@each_source
+@pytest.mark.parametrize("name", ["current", "row", "block", "mxfp8", "nvfp4", "nvfp4_2d"])
+def test_bias_gradient_beside_planes(name, source, device):
+    """It is of what was read, also where the column replaces that by the row's values."""
+    format = EVERY[name]
+    require(device, format)
+    x = values(Matrix("normal", 300, 260, torch.bfloat16))
+    wanted = expected_cast(x, format, format, source)
+    for _ in range(5):
+        result = run_cast(x.to(device), format, format, wanted, source, bias_grad=True)
+        assert not planes_differ(result, [w.plane for w in wanted])
+        error = result.bias_grad.cpu().double() - x.double().sum(0)
+        assert (error.abs() <= 1e-6 * x.double().abs().sum(0)).all()
+
+
 # Data and layouts.
 @each_device
 @each_format

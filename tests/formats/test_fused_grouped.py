@@ -12,7 +12,7 @@ import itertools
 import pytest
 import torch
 
-from dist_finegrain.formats import fused
+from dist_finegrain.formats import fused_grouped
 from dist_finegrain.formats.plane import Format, Plane, round_up
 from tests.special_values import DTYPES
 
@@ -149,7 +149,7 @@ def ends_of(split: list[int], device: str) -> torch.Tensor:
 def run_grouped(x, split, row, column, wanted: Grouped, **options):
     """split: rows of each expert, or ``ends`` already on the device."""
     device = x.device.type
-    return fused.cast_grouped(
+    return fused_grouped.cast_grouped(
         x,
         split if isinstance(split, torch.Tensor) else ends_of(split, device),
         row,
@@ -277,7 +277,7 @@ def test_square_blocks_are_refused(device):
     x, square = values(Matrix("normal", 37, 40, torch.bfloat16)).to(device), EVERY["block_2d"]
     for row, column in ((square, None), (None, square)):
         with pytest.raises(ValueError, match="128"):
-            fused.cast_grouped(x, ends_of([37], device), row, column)
+            fused_grouped.cast_grouped(x, ends_of([37], device), row, column)
 
 
 # Amaxes.
@@ -300,12 +300,12 @@ def test_amaxes_of_each_expert(name, device):
             after = {"source": source, "row_statistic": statistic}
             options = after if source == "rowwise_dequantized" else {}
             x_there = x.to(device)
-            both = fused.measure_grouped(x_there, ends, row, format, **options)
-            alone = fused.measure_grouped(x_there, ends, row, None)[0]
+            both = fused_grouped.measure_grouped(x_there, ends, row, format, **options)
+            alone = fused_grouped.measure_grouped(x_there, ends, row, None)[0]
             found = [("column", both[1], wanted.column_statistic)]
             found.append(("row alone", alone, wanted.row_statistic))
             if source == "original":
-                alone = fused.measure_grouped(x_there, ends, None, format)[1]
+                alone = fused_grouped.measure_grouped(x_there, ends, None, format)[1]
                 found.append(("row", both[0], wanted.row_statistic))
                 found.append(("column alone", alone, wanted.column_statistic))
             for side, amax, want in found:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dist_finegrain as dfg
 from dist_finegrain.delayed import DelayedSlot, _update, update_slots
-from dist_finegrain.formats import fused
+from dist_finegrain.formats import fused, fused_delayed, fused_grouped, fused_options
 from dist_finegrain.formats.float8 import (
     Float8DelayedFormat,
     Float8RowFormat,
@@ -54,7 +54,8 @@ def cast_arguments(row, column, x, dequantized=False, ends=None):
         seen.append(call)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "_ops", _Recorder(recorded))
+        for module in (fused, fused_grouped):
+            patch.setattr(module, "_ops", _Recorder(recorded))
         source = "rowwise_dequantized" if dequantized else "original"
         options = {
             "source": source,
@@ -65,7 +66,7 @@ def cast_arguments(row, column, x, dequantized=False, ends=None):
         if ends is None:
             fused.cast(x, row, column, **options)
         else:
-            fused.cast_grouped(x, ends, row, column, **options)
+            fused_grouped.cast_grouped(x, ends, row, column, **options)
     (arguments,) = seen
     return arguments
 
@@ -144,7 +145,9 @@ def test_measure_decode_and_update_pass_opcheck():
     scales, pendings = [torch.ones(1), torch.ones(1)], [torch.ones(1), -torch.ones(1)]
     histories = [torch.zeros(3), torch.zeros(1)]
     state = zip(scales, histories, pendings, strict=True)
-    packed = b"".join(fused._packed(fused.DelayedState(*s, True, 448.0, 1)) for s in state)
+    packed = b"".join(
+        fused_delayed._packed(fused_delayed.DelayedState(*s, True, 448.0, 1)) for s in state
+    )
     table = torch.frombuffer(bytearray(packed), dtype=torch.int64).view(2, 5)
     torch.library.opcheck(ops.update_delayed.default, (scales, histories, pendings, table))
 
@@ -165,7 +168,9 @@ def test_fake_tensors_have_the_shapes_of_real_ones():
             [p if p is None else (p.shape, p.dtype) for p in q.parts] for q in (plane, wanted)
         ]
         assert shapes[0] == shapes[1]
-    assert type(fused._seed_step(matrix(), Rounding())) is torch.Tensor  # no fake one was kept
+    assert (
+        type(fused_options._seed_step(matrix(), Rounding())) is torch.Tensor
+    )  # no fake one was kept
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
@@ -226,7 +231,7 @@ def test_only_layouts_that_the_kernels_cannot_read_are_copied(monkeypatch):
         is_copied = seen[-1].untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
         assert is_copied == (layout in ("columns_apart", "expanded")), layout
         fused.cast(x, MXFP8, MXFP8, source="rowwise_dequantized")
-        assert fused._is_readable(seen[-1])
+        assert fused_options.is_readable(seen[-1])
 
 
 def test_a_module_casts_with_one_call_per_tensor(monkeypatch):
@@ -392,9 +397,15 @@ def test_python_checks_name_the_way_out():
         (ValueError, "row_statistic is None",
          lambda: fused.measure(x, ROW, CURRENT, source="rowwise_dequantized")),
         (ValueError, "accepted: 1×128 blocks, e.g. Float8BlockQuantizer",
-         lambda: fused.cast_grouped(x, ends, FORMATS["block_2d"], None)),
+         lambda: fused_grouped.cast_grouped(x, ends, FORMATS["block_2d"], None)),
         (ValueError, r"ends is torch.int64 \(2,\)",
-         lambda: fused.cast_grouped(x, ends.long(), MXFP8, None)),
+         lambda: fused_grouped.cast_grouped(x, ends.long(), MXFP8, None)),
+        (ValueError, r"ends\[1\] is 20 after 30",
+         lambda: fused_grouped.cast_grouped(x, ends.new_tensor([30, 20, 48]), MXFP8, None)),
+        (ValueError, r"ends\[0\] is -5",
+         lambda: fused_grouped.cast_grouped(x, ends.new_tensor([-5, 48]), MXFP8, MXFP8)),
+        (ValueError, r"ends\[1\] is 4000",
+         lambda: fused_grouped.measure_grouped(x, ends.new_tensor([16, 4000]), CURRENT, None)),
         (ValueError, "accepted: one seed and one step", lambda: fused.cast(
             x, FORMATS["nvfp4_rht_sr"], FORMATS["nvfp4_rht_sr"],
             row_statistic=torch.ones(1), column_statistic=torch.ones(1),

@@ -13,7 +13,7 @@ import random
 import pytest
 import torch
 
-from dist_finegrain.formats import fused
+from dist_finegrain.formats import fused, fused_options
 from dist_finegrain.formats.casting import CastJob, run_casts
 from dist_finegrain.formats.hybrid import HybridQuantizer
 from dist_finegrain.formats.nvfp4 import NVFP4Format, NVFP4Quantizer
@@ -163,7 +163,9 @@ def test_groups_that_hold_a_nan_draw_the_same_bits_in_plain_torch(row, dtype, de
     )
     compiled, plain = (CastJob(x, quantizer, rounding=PLACES) for _ in range(2))
     run_casts([compiled])
-    monkeypatch.setattr(fused, "why_unavailable", lambda device: "plain torch was asked for")
+    monkeypatch.setattr(
+        fused_options, "why_unavailable", lambda device: "plain torch was asked for"
+    )
     run_casts([plain])
     assert plain.planes["rowwise"].decode().isnan().any()
     for direction in DIRECTIONS:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dist_finegrain.extension import why_unavailable
-from dist_finegrain.formats import fused
+from dist_finegrain.formats import fused, fused_delayed
 from dist_finegrain.formats.float8 import Float8RowFormat, Float8TensorFormat
 from dist_finegrain.formats.float8_block import Float8BlockFormat
 from dist_finegrain.formats.mxfp8 import MXFP8Format
@@ -175,7 +175,7 @@ def test_decode_of_every_magnitude(format, shape):
 
 
 # Delayed scaling.
-def expected_update(slot: fused.DelayedState) -> tuple[torch.Tensor, torch.Tensor]:
+def expected_update(slot: fused_delayed.DelayedState) -> tuple[torch.Tensor, torch.Tensor]:
     """(history, scale) after one update of a slot, on the CPU."""
     history, scale, pending = (t.cpu() for t in (slot.history, slot.scale, slot.pending))
     if pending < 0:
@@ -188,7 +188,7 @@ def expected_update(slot: fused.DelayedState) -> tuple[torch.Tensor, torch.Tenso
     return history, scale.clamp(max=torch.finfo(torch.float32).max)
 
 
-def make_slots() -> list[fused.DelayedState]:
+def make_slots() -> list[fused_delayed.DelayedState]:
     slots = []
     lengths = (1, 2, 16, 31, 32, 33, 255, 256, 257, 1024, 1025)
     pendings = (3.7, -1.0, 0.0, 1e-40, math.inf, 3e38)
@@ -197,7 +197,7 @@ def make_slots() -> list[fused.DelayedState]:
         if index % 13 == 0:
             history[length // 2] = math.nan
         slots.append(
-            fused.DelayedState(
+            fused_delayed.DelayedState(
                 scale=torch.full((1,), 1.0 + index, device="cuda"),
                 history=history,
                 pending=torch.full((1,), pendings[index % len(pendings)], device="cuda"),
@@ -214,7 +214,7 @@ def test_update_of_many_slots():
     slots = make_slots()
     for _ in range(3):
         expected = [expected_update(slot) for slot in slots]
-        fused.update_delayed(slots)
+        fused_delayed.update_delayed(slots)
         for index, (slot, (history, scale)) in enumerate(zip(slots, expected, strict=True)):
             assert_same(slot.history, history)
             assert_same(slot.scale, scale)

@@ -7,7 +7,7 @@ import torch
 
 import dist_finegrain as dfg
 from dist_finegrain import factories
-from dist_finegrain.formats import fused
+from dist_finegrain.formats import fused, fused_options
 from tests.modules.linear_cases import assert_equal, make, run
 from tests.recipes import ALL, PLAIN, emulated
 
@@ -71,7 +71,9 @@ def test_bias_gradient_is_the_sum_of_the_unquantized_gradient(
     if is_compiled and (reason := fused.why_not(torch.device("cpu"))):
         pytest.skip(reason)
     if not is_compiled:
-        monkeypatch.setattr(fused, "why_unavailable", lambda device: "plain torch was asked for")
+        monkeypatch.setattr(
+            fused_options, "why_unavailable", lambda device: "plain torch was asked for"
+        )
     sums, cast = [], fused.cast
 
     def recording(*args, **kwargs):

@@ -1,0 +1,58 @@
+"""The update that ends a step of delayed scaling, for all slots of a device in one launch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Sequence
+
+import torch
+
+from ..extension import why_unavailable
+
+_ops = torch.ops.dist_finegrain
+
+
+@dataclasses.dataclass(frozen=True)
+class DelayedState:
+    """Delayed scaling of one slot, FP32: scale [1], history [length], pending amax [1]."""
+
+    scale: torch.Tensor
+    history: torch.Tensor
+    pending: torch.Tensor
+    use_max: bool
+    fp8_max: float
+    margin: float
+
+
+# Addresses and settings of the slots, by device and stream: they are copied in stream order.
+_tables: dict[tuple, tuple[bytes, torch.Tensor]] = {}
+
+
+def update_delayed(slots: Sequence[DelayedState]) -> None:
+    """One launch that updates the scales of ``slots`` of one device, as delayed.py defines it.
+
+    Raises RuntimeError where no compiled kernel runs, ValueError for tensors of another layout.
+    """
+    device = slots[0].scale.device
+    reason = why_unavailable(device)
+    if reason:
+        raise RuntimeError(f"update_delayed needs a compiled kernel on {device}: {reason}")
+    packed = b"".join(map(_packed, slots))
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    held = _tables.get((device, stream))
+    if held is None or held[0] != packed:
+        host = torch.frombuffer(bytearray(packed), dtype=torch.int64).view(len(slots), -1)
+        held = _tables[device, stream] = (packed, host.to(device, non_blocking=True))
+    _ops.update_delayed.default(
+        [s.scale for s in slots], [s.history for s in slots], [s.pending for s in slots], held[1]
+    )
+
+
+def _packed(slot: DelayedState) -> bytes:
+    """csrc/kernels.h, DelayedSlot."""
+    addresses = (t.data_ptr() for t in (slot.scale, slot.history, slot.pending))
+    divisor = 2.0**slot.margin if slot.margin < 128 else math.inf  # as FP32
+    settings = (len(slot.history), slot.use_max, slot.fp8_max, divisor)
+    return struct.pack("<3q2i2f", *addresses, *settings)
