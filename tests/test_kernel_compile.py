@@ -19,6 +19,7 @@ ARCHS = ("9.0a", "10.0a")
 MAX_KERNELS = 150  # per architecture
 MAX_SECONDS = 8 * 60
 MAX_SPILL_BYTES = 64
+MAX_ACCEPTED_SPILL_BYTES = 512
 # (architecture or "", part of a mangled name) → why its spills are accepted.
 ACCEPTED_SPILLS = {
     ("", "AnySpec"): "takes any pair, so the largest codec decides; common pairs have their own",
@@ -116,7 +117,7 @@ def test_every_kernel_compiles_without_spills(tmp_path, capsys):
     refused = [
         f"{name} for {arch}: {f.spill} bytes in {f.name}"
         for name, arch, f in spilling
-        if f.spill > MAX_SPILL_BYTES and not is_accepted(arch, f.name)
+        if f.spill > (MAX_ACCEPTED_SPILL_BYTES if is_accepted(arch, f.name) else MAX_SPILL_BYTES)
     ]
     assert all(0 < count <= MAX_KERNELS for count in kernels.values()), kernels
     assert not refused, "\n".join(refused)
