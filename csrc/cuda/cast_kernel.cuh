@@ -121,7 +121,7 @@ inline __device__ __noinline__ void clear_part(const Plane& p, int64_t row_begin
 // blocks behind the experts.
 __device__ __forceinline__ void clear_rest(const CastArgs& args, const Layout& l, int64_t x_column,
                                            const GroupSearch& search) {
-  const int64_t first = (blockIdx.x / l.tiles_across - search.all_tiles) * kTile;
+  const int64_t first = (tile_of_block(l).down - search.all_tiles) * kTile;
   const int64_t step = (l.tiles_down - search.all_tiles) * kTile;
   const Plane &row = args.row, &column = args.column;
   if (column.options.codec != Codec::none) {

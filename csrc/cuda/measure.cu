@@ -69,7 +69,7 @@ __device__ __forceinline__ void measure_columns(const Measure& measure, const Pl
 }
 
 template <class E>
-constexpr int kBlocksPerSm = E::kBytes == 2 ? 4 : 2;
+constexpr int kBlocksPerSm = E::kBytes == 2 ? 3 : 2;
 
 template <class E>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm<E>)

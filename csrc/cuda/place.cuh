@@ -41,6 +41,22 @@ inline Layout layout_of(int64_t rows, int64_t columns, const Plane& row, const P
   return l;
 }
 
+// This block's tile. Eight tiles along M come one after the other, then the next eight beside them:
+// so the 32 bytes of MXFP8's scales that a sector of the column plane holds, and 1 KiB of its codes,
+// are written at about the same time, as those of the row plane are.
+constexpr uint32_t kBand = 8;
+struct TileIndex {
+  uint32_t down, across;
+};
+__device__ __forceinline__ TileIndex tile_of_block(const Layout& l) {
+  const uint32_t per_band = kBand * l.tiles_across;
+  const uint32_t first = blockIdx.x / per_band * kBand;
+  const uint32_t within = blockIdx.x - first * l.tiles_across;
+  const uint32_t height = min(kBand, l.tiles_down - first);
+  const uint32_t across = height == kBand ? within / kBand : within / height;
+  return {first + within - across * height, across};
+}
+
 // Where the experts end, in tiles, in X and in the column plane.
 struct GroupSearch {
   bool found;
@@ -108,9 +124,10 @@ __device__ __forceinline__ void search_groups(const Layout& l, int64_t tile, boo
 // All threads. Places this block's tile; one behind all experts has no rows and no extents (`search`
 // then says where the experts end).
 __device__ __forceinline__ Place find_place(const Layout& l, GroupSearch& search) {
-  const int64_t down = blockIdx.x / l.tiles_across;
+  const TileIndex index = tile_of_block(l);
+  const int64_t down = index.down;
   Place p{};
-  p.x_column = static_cast<int64_t>(blockIdx.x % l.tiles_across) * kTile;
+  p.x_column = static_cast<int64_t>(index.across) * kTile;
   p.columns = clamp_to_tile(l.columns - p.x_column);
   if (l.groups.count == 0) {
     p.x_row = down * kTile;
