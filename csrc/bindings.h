@@ -11,7 +11,7 @@
 namespace dfg {
 
 // Of the operators: raised, with that of extension.py, when a schema or the meaning of an option changes.
-constexpr int kAbi = 1;
+constexpr int kAbi = 2;
 
 using OptionalTensor = std::optional<at::Tensor>;
 

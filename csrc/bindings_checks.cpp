@@ -48,17 +48,19 @@ PlaneOptions unpack(const char* side, int64_t packed, double epsilon) {
   o.scale_given = packed >> 12 & 1;
   o.stochastic = packed >> 13 & 1;
   o.rht = static_cast<Rht>(packed >> 14 & 3);
+  o.swizzled = packed >> 16 & 1;
   o.epsilon = static_cast<float>(epsilon);
   const bool is_float8 = o.codec == Codec::float8, is_nvfp4 = o.codec == Codec::nvfp4;
   const bool is_none = o.codec == Codec::none;
   const bool fits =
-      packed >= 0 && packed >> 16 == 0 && (packed & 0xFF) <= static_cast<int>(Codec::nvfp4) &&
+      packed >= 0 && packed >> 17 == 0 && (packed & 0xFF) <= static_cast<int>(Codec::nvfp4) &&
       (packed >> 14 & 3) <= static_cast<int>(Rht::with_signs) && (!is_none || packed == 0) &&
       !(o.e5m2 && is_nvfp4) && !(o.two_dimensional && is_float8) &&
       !(o.power_of_two && !is_float8 && o.codec != Codec::block) &&
       !(o.row_scaled && !is_float8 && !is_nvfp4) &&
       !(o.scale_given && (!is_float8 || o.row_scaled)) &&
       !((o.stochastic || o.rht != Rht::off) && !is_nvfp4) &&
+      !(o.swizzled && o.codec != Codec::mxfp8 && !is_nvfp4) &&
       !(o.two_dimensional && (o.rht != Rht::off || o.row_scaled)) &&
       !(is_nvfp4 && o.row_scaled && (o.stochastic || o.rht != Rht::off)) && epsilon >= 0.0;
   TORCH_CHECK_VALUE(fits, side, "options is ", packed, " with epsilon ", epsilon,
@@ -83,8 +85,11 @@ bool has_outer(const PlaneOptions& o) {
 std::vector<int64_t> scale_shape(const PlaneOptions& o, int64_t rows, int64_t contraction,
                                  int64_t stored_rows, int64_t stored_contraction) {
   const int64_t blocks = (contraction + kBlock - 1) / kBlock;
-  if (o.codec == Codec::mxfp8) return {stored_rows, stored_contraction / 32};
-  if (o.codec == Codec::nvfp4) return {stored_rows, stored_contraction / 16};
+  if (o.codec == Codec::mxfp8 || o.codec == Codec::nvfp4) {
+    const int64_t bytes = stored_contraction / (o.codec == Codec::mxfp8 ? 32 : 16);
+    if (o.swizzled) return {ceil_to(stored_rows, kBlock) * ceil_to(bytes, 4)};
+    return {stored_rows, bytes};
+  }
   if (o.two_dimensional) return {(rows + kBlock - 1) / kBlock, ceil_to(blocks, 4)};
   return {blocks, stored_rows};
 }
@@ -228,6 +233,8 @@ void check_groups(const char* side, const PlaneOptions& o, int64_t experts) {
   TORCH_CHECK_VALUE(!(experts && o.codec == Codec::block && o.two_dimensional), side,
                     "plane has 128×128 blocks with ends; accepted for experts: 1×128 blocks, e.g. "
                     "Float8BlockQuantizer(fp8_dtype, block_scaling_dim=1)");
+  TORCH_CHECK_VALUE(!(experts && o.swizzled), side, "plane has swizzled scales with ends; ",
+                    "accepted for experts: plain scales, e.g. swizzled=False");
 }
 
 void check_dequantized(bool dequantized, const PlaneOptions& row, const PlaneOptions& column) {

@@ -25,6 +25,7 @@ struct PlaneOptions {
   bool row_scaled = false;       // float8, nvfp4: one statistic and one outer scale per plane row
   bool scale_given = false;      // float8: statistic is the encode scale itself (delayed scaling)
   bool stochastic = false;       // nvfp4: stochastic rounding of the codes
+  bool swizzled = false;         // mxfp8, nvfp4: scale bytes in 128×4 tiles; never with groups
   Rht rht = Rht::off;            // nvfp4: rotate groups of 16 along the contraction first
   float epsilon = 0.0f;          // float8, block: least amax
 };
@@ -36,7 +37,8 @@ struct Plane {
   int64_t stored_contraction = 0;  // Cp: a multiple of 16 (float8, block) or 32 (mxfp8, nvfp4)
   uint8_t* codes = nullptr;        // [Rp, Cp], nvfp4 [Rp, Cp/2] with the low nibble first
   // block 1-D: FP32 [⌈C/128⌉, Rp]; block 2-D: FP32 [⌈R/128⌉, pad4(⌈C/128⌉)]; mxfp8: bytes
-  // [Rp, Cp/32]; nvfp4: bytes [Rp, Cp/16]. 2-D bytes are repeated for each row.
+  // [Rp, Cp/32]; nvfp4: bytes [Rp, Cp/16]. 2-D bytes are repeated for each row. Swizzled bytes:
+  // those of [R rounded up to 128, blocks rounded up to 4], in the order of codecs/swizzle.h.
   void* scales = nullptr;
   float* outer = nullptr;            // float8: decode scale; nvfp4: g. [1], [Rp] row-scaled, [E] grouped
   const float* statistic = nullptr;  // amax over finite elements, or the scale; [1], [R] or [E]

@@ -164,20 +164,22 @@ def _row(
     why_unfused: str,
     tokens: int,
 ) -> PlanRow:
-    sides = ((operands.a, operands.a_direction), (operands.b, operands.b_direction))
+    sides = operands.sides
     formats = [quantizers[slot].plane_format(direction) for slot, direction in sides]
+    stored = formats[1]
     others = [quantizers[slot].plane_format(d) for slot, _ in sides for d in DIRECTIONS]
     if any(other.family == "user" for other in others):
         why_unfused = why_unfused or "a user's own encode() makes the other plane"
     try:
         kernel = choose_kernel(operands, quantizers, site, recipe.resolved_execution)
         bucket, reason = _bucket(kernel, formats, module, why_unfused)
-        name = kernel.name
+        name, stored = kernel.name, kernel.stored(formats[1])
         if operands.gemm in recipe.fast_accumulation and kernel.execution == "native":
             if kernel.has_fast:
                 name += ", fast accumulation"
             elif formats[0].family != "identity":
-                reason += "; no fast accumulation in this kernel"
+                note = "no fast accumulation in this kernel"
+                reason = f"{reason}; {note}" if reason else note
     except PairRefused as refusal:
         bucket, name, reason = "rejected", "–", str(refusal)
     return PlanRow(
@@ -188,7 +190,7 @@ def _row(
         bucket=bucket,
         kernel=name,
         reason=reason,
-        saved_bytes=_saved_bytes(operands, formats[1], site, tokens),
+        saved_bytes=_saved_bytes(operands, stored, site, tokens),
         wire_bytes=_wire_bytes(operands.gemm, module, site, tokens),
     )
 
@@ -203,8 +205,6 @@ def _bucket(
     if any(f.family != "identity" for f in formats):
         if why_unfused:
             reasons.append(f"casts are plain torch, not one fused kernel ({why_unfused})")
-        if formats[0].family in ("mxfp8", "nvfp4"):
-            reasons.append("scales are swizzled in a launch of their own")
         if {scale_kind(f) for f in formats} == {"tensor", "row"}:
             reasons.append("the per-tensor scale is repeated for each row")
         if module.sequence_parallel:

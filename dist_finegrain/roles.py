@@ -54,6 +54,11 @@ class GemmOperands:
     b: str
     b_direction: Literal["rowwise", "columnwise"]
 
+    @property
+    def sides(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        """(slot, direction) of A and of B."""
+        return (self.a, self.a_direction), (self.b, self.b_direction)
+
 
 # fprop Y = X.row · W.rowᵀ,  dgrad dX = dY.row · W.colᵀ,  wgrad dW = dY.col · X.colᵀ
 LINEAR_GEMMS: tuple[GemmOperands, ...] = (

@@ -40,9 +40,10 @@ def test_guide_recipe_on_every_device(device):
     assert rows["demo.fc1", "dgrad"].formats[1].startswith("nvfp4")
     assert rows["demo.fc1", "dgrad"].sources == ("original", "rowwise_dequantized")
     assert {rows["demo.fc2", g].bucket for g in ("fprop", "dgrad", "wgrad")} == {"fast"}
-    wanted = "unoptimized" if device == "sm_100" else "emulated"
+    wanted = "fast" if device == "sm_100" else "emulated"
     assert rows["head", "wgrad"].bucket == rows["demo.fc1", "dgrad"].bucket == wanted
     assert rows["demo.fc1", "wgrad"].kernel == "mm"
+    assert "swizzled" not in rows["head", "wgrad"].reason
     text = str(result)
     assert "mxfp8(e4m3) × mxfp8(e4m3)" in text and "of dequantized rows" in text
 
@@ -88,6 +89,8 @@ def test_saved_bytes_are_those_of_the_planes():
     assert rows["head", "fprop"].saved_bytes == 0
     assert rows["demo.fc2", "dgrad"].saved_bytes == 0  # the parameter itself
     assert all(r.wire_bytes == 0 for r in rows.values())
+    rows = rows_of(dfg.plan(demo_model(), emulated(guide_factory), device="sm_100", tokens=100))
+    assert rows["head", "wgrad"].saved_bytes == 64 * 128 + 128 * 4  # scales in tiles of 128 rows
 
 
 def test_names_are_assigned_and_the_default_device_is_the_models():

@@ -85,6 +85,7 @@ void clear(const Plane& plane, int64_t first_row, int64_t last_row, int64_t begi
   clear_bytes(plane.codes, code_bytes(plane, stored), first_row, last_row, code_bytes(plane, begin),
               code_bytes(plane, end));
   if (plane.scales == nullptr || plane.options.codec == Codec::float8) return;
+  if (plane.options.swizzled) return;  // tiles write all of their 128×4 tiles of scales
   if (plane.options.codec != Codec::block) {
     const int64_t block = plane.options.codec == Codec::mxfp8 ? 32 : 16;
     clear_bytes(static_cast<uint8_t*>(plane.scales), stored / block, first_row, last_row,

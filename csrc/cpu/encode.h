@@ -6,6 +6,7 @@
 #include "../codecs/hadamard.h"
 #include "../codecs/mxfp8.h"
 #include "../codecs/nvfp4.h"
+#include "../codecs/swizzle.h"
 #include "noise.h"
 
 namespace dfg {
@@ -267,6 +268,29 @@ inline void store_bytes(const Bytes* rows, int width, int stored_width, int lane
   }
 }
 
+// The tile's scale bytes, of blocks of `group`. Swizzled ones are written for all 128 rows and
+// whole tiles of 4 blocks, zero where there is no plane row or block.
+inline void store_scale_bytes(const Plane& plane, const Place& place, int group, Scratch& scratch) {
+  const int count = place.extent / group;
+  const int64_t blocks = plane.stored_contraction / group, first = place.contraction / group;
+  uint8_t* out = static_cast<uint8_t*>(plane.scales);
+  if (!plane.options.swizzled) {
+    store_bytes(scratch.scale_bytes, 16, count, place.lanes, out + place.row * blocks + first,
+                blocks, scratch);
+    return;
+  }
+  transpose(scratch.scale_bytes, 16, scratch.stored);
+  for (int lane = 0; lane < kLanes; ++lane) {
+    uint8_t* row = scratch.stored[lane];
+    const int used = lane < place.lanes ? count : 0;
+    std::memset(row + used, 0, 16 - used);
+    uint8_t* to = out + swizzled_offset(place.row + lane, first, ceil_div(blocks, kSwizzleBlocks));
+    for (int block = 0; block < count; block += kSwizzleBlocks) {
+      std::memcpy(to + swizzled_step(block), row + block, kSwizzleBlocks);
+    }
+  }
+}
+
 template <bool kE5M2>
 void encode_fp8_tile(const Plane& plane, const Place& place, Lanes* v, bool decode, Dtype dtype,
                      uint32_t& found, Scratch& s) {
@@ -299,12 +323,7 @@ void encode_fp8_tile(const Plane& plane, const Place& place, Lanes* v, bool deco
                 plane.codes + place.row * plane.stored_contraction + place.contraction,
                 plane.stored_contraction, s);
   }
-  if (o.codec == Codec::mxfp8 && plane.scales != nullptr) {
-    const int64_t stride = plane.stored_contraction / 32;
-    uint8_t* out = static_cast<uint8_t*>(plane.scales) + place.row * stride;
-    store_bytes(s.scale_bytes, 16, place.extent / 32, place.lanes, out + place.contraction / 32,
-                stride, s);
-  }
+  if (o.codec == Codec::mxfp8 && plane.scales != nullptr) store_scale_bytes(plane, place, 32, s);
 }
 
 inline void encode_nvfp4_tile(const Plane& plane, const Place& place, Lanes* v, bool decode,
@@ -355,12 +374,7 @@ inline void encode_nvfp4_tile(const Plane& plane, const Place& place, Lanes* v, 
     store_bytes(s.packed, width, width, place.lanes,
                 plane.codes + place.row * stride + place.contraction / 2, stride, s);
   }
-  if (plane.scales != nullptr) {
-    const int64_t stride = plane.stored_contraction / 16;
-    uint8_t* out = static_cast<uint8_t*>(plane.scales) + place.row * stride;
-    store_bytes(s.scale_bytes, 16, place.extent / 16, place.lanes, out + place.contraction / 16,
-                stride, s);
-  }
+  if (plane.scales != nullptr) store_scale_bytes(plane, place, 16, s);
 }
 
 // Writes the plane's part that the tile `v` covers (buffers that are null are left out) and raises

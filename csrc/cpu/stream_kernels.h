@@ -3,6 +3,7 @@
 
 #include "../codecs/mxfp8.h"
 #include "../codecs/nvfp4.h"
+#include "../codecs/swizzle.h"
 #include "lanes.h"
 
 namespace dfg {
@@ -105,17 +106,32 @@ void fill_factors(int count, const Function& factor_of, Lanes& factor) {
   }
 }
 
+// The scale bytes of a row, of blocks of `group`, from the one that holds element `first`, which is
+// a multiple of 128.
+struct ScaleBytes {
+  const uint8_t* bytes;
+  bool swizzled;
+
+  ScaleBytes(const Plane& plane, int64_t row, int64_t first, int group)
+      : bytes(static_cast<const uint8_t*>(plane.scales)), swizzled(plane.options.swizzled) {
+    const int64_t blocks = plane.stored_contraction / group, block = first / group;
+    bytes += swizzled ? swizzled_offset(row, block, ceil_div(blocks, kSwizzleBlocks))
+                      : row * blocks + block;
+  }
+  uint8_t operator[](int i) const { return bytes[swizzled ? swizzled_step(i) : i]; }
+};
+
 // Codes and factors of elements [first, first + count) of a row; first is a multiple of 128.
 inline void fetch(const Plane& plane, int64_t row, int64_t first, int count, Piece& piece) {
   const int64_t stride = plane.stored_contraction;
-  const uint8_t* scales = static_cast<const uint8_t*>(plane.scales);
   switch (plane.options.codec) {
-    case Codec::mxfp8:
-      scales += row * (stride / 32) + first / 32;
+    case Codec::mxfp8: {
+      const ScaleBytes scales(plane, row, first, 32);
       fill_factors<32>(count, [&](int i) { return e8m0_decode(scales[i]); }, piece.factor);
       break;
+    }
     case Codec::nvfp4: {
-      scales += row * (stride / 16) + first / 16;
+      const ScaleBytes scales(plane, row, first, 16);
       const bool has_outer = plane.outer != nullptr;
       const float outer = outer_of(plane, row);
       fill_factors<16>(

@@ -6,6 +6,7 @@
 #include "../codecs/fp8.h"
 #include "../codecs/mxfp8.h"
 #include "../codecs/nvfp4.h"
+#include "../codecs/swizzle.h"
 #include "kernels.h"
 #include "stream_decode.cuh"
 
@@ -32,9 +33,10 @@ struct DecodeParams {
   char* out;
   int64_t rows, contraction, segments;
   int64_t code_row_bytes;
-  int64_t scale_row, scale_step;  // distance of the scales of the next block of rows, of columns
-  int row_shift, block_shift;     // log2 of the rows and the contraction of a block
-  bool g_per_row;
+  // Distance of the scales of the next block of rows, of columns; swizzled: tiles across, unused.
+  int64_t scale_row, scale_step;
+  int row_shift, block_shift;  // log2 of the rows and the contraction of a block
+  bool g_per_row, swizzled;
   Codec codec;
   int alignment;  // of every row of out: 16, 8, 4 or 2
 };
@@ -62,7 +64,8 @@ __device__ __forceinline__ void load_scales(const DecodeParams& p, int64_t at, i
     stored[i] = bits_of(1.0f);
     const int local = lane_first + i * kStep;
     if (local >= width || p.scales == nullptr) continue;
-    const int64_t index = at + (local >> p.block_shift) * p.scale_step;
+    const int block = local >> p.block_shift;
+    const int64_t index = at + (p.swizzled ? swizzled_step(block) : block * p.scale_step);
     stored[i] = are_bytes ? __ldg(static_cast<const uint8_t*>(p.scales) + index)
                           : __ldg(static_cast<const uint32_t*>(p.scales) + index);
   }
@@ -98,8 +101,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) decode_kernel(const De
       if (local < width) words[i] = Source::load(codes + Source::bytes(local));
     }
     // A unit starts at a block. All loads are on their way before the first result is used.
-    const int64_t at =
-        (walk.row >> p.row_shift) * p.scale_row + (first >> p.block_shift) * p.scale_step;
+    const int64_t block = first >> p.block_shift;
+    const int64_t at = p.swizzled ? swizzled_offset(walk.row, block, p.scale_row)
+                                  : (walk.row >> p.row_shift) * p.scale_row + block * p.scale_step;
     load_scales(p, at, lane * kCodes, width, stored);
     const float g = p.g == nullptr ? 1.0f : __ldg(p.g + (p.g_per_row ? walk.row : 0));
 #pragma unroll
@@ -166,6 +170,8 @@ void set_scales(const Plane& plane, int64_t contraction, DecodeParams* params) {
       params->block_shift = options.codec == Codec::mxfp8 ? 5 : 4;
       params->scale_row = plane.stored_contraction >> params->block_shift;
       params->scale_step = 1;
+      params->swizzled = options.swizzled;
+      if (options.swizzled) params->scale_row = ceil_div(params->scale_row, kSwizzleBlocks);
       break;
     case Codec::none:
       break;

@@ -2,6 +2,7 @@
 // column plane. Each reads the tile in shared memory; neither knows the other's codec.
 #pragma once
 
+#include "../codecs/swizzle.h"
 #include "scale.cuh"
 
 namespace dfg {
@@ -67,9 +68,10 @@ struct Writer {
 
   uint8_t* codes;
   uint8_t* scale;
-  int64_t code_stride;  // bytes from plane row to plane row
-  int64_t scale_stride;
-  bool has_scale;  // this lane writes the scale of its block
+  int64_t code_stride;   // bytes from plane row to plane row
+  int64_t scale_stride;  // swizzled: from an even row to the next
+  bool has_scale;        // this lane writes the scale of its block
+  bool swizzled;
 
   __device__ __forceinline__ Writer(const Plane& plane, int64_t row, int64_t position) {
     const auto extent = static_cast<uint64_t>(plane.stored_contraction);
@@ -79,10 +81,19 @@ struct Writer {
     scale = static_cast<uint8_t*>(plane.scales);
     scale_stride = 0;
     has_scale = false;
+    swizzled = S::swizzled(plane.options);
     if (kCodec == Codec::nvfp4 || kCodec == Codec::mxfp8) {
       scale_stride = extent / kScaleGroup;
-      scale += row * scale_stride + at / kScaleGroup;
       has_scale = kCodec == Codec::nvfp4 || (along() & 1) == 0;
+      if (swizzled) {
+        const int64_t block = position / kScaleGroup;
+        const int64_t across = ceil_div(scale_stride, kSwizzleBlocks);
+        has_scale = has_scale && block < across * kSwizzleBlocks;
+        scale += swizzled_offset(row, block, across);
+        scale_stride = 16;
+      } else {
+        scale += row * scale_stride + at / kScaleGroup;
+      }
     }
     if (kCodec == Codec::block) {
       scale_stride = 4;
@@ -108,9 +119,15 @@ struct Writer {
     }
   }
 
+  // Swizzled: zero in the place of a scale whose block is not stored.
+  __device__ __forceinline__ void pad_scale(int ahead) const {
+    if (has_scale) scale[ahead * scale_stride] = 0;
+  }
+
+  // rows: a multiple of 32 that does not leave the tile.
   __device__ __forceinline__ void advance(int rows) {
     codes += rows * code_stride;
-    scale += rows * scale_stride;
+    scale += swizzled ? rows / 32 * 4 : rows * scale_stride;
   }
 };
 
@@ -172,6 +189,8 @@ __device__ __forceinline__ uint32_t row_phase(const Target& target, const Place&
         if (S::kCodec == Codec::block && S::two_dimensional(o) && row == 0 && unit == 0) {
           store_tile_scale(target, place.x_row, position, e.scale.decode);
         }
+      } else if (S::swizzled(o)) {
+        writer.pad_scale(0);
       }
       writer.advance(kRowsPerStep);
     }
@@ -287,7 +306,10 @@ __device__ __forceinline__ uint32_t column_phase(const Target& target, const Pla
   uint32_t recorded = 0;
 
   const auto finish = [&](int column, int ahead, const Encoded& e) {
-    if (column >= stored_columns) return;
+    if (column >= stored_columns) {
+      if (S::swizzled(o)) writer.pad_scale(ahead);
+      return;
+    }
     // A tile without rows is the part of an expert that has none: nothing but padding.
     writer.write(ahead, e, column >= place.columns || place.rows == 0);
     if (S::kCodec == Codec::block && S::two_dimensional(o) && column == 0 && along() == 0) {

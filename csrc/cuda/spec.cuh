@@ -5,7 +5,8 @@
 
 namespace dfg {
 
-// kPlain: E4M3, 1-D blocks, one statistic per tensor, power-of-two block scales, no epsilon.
+// kPlain: E4M3, 1-D blocks, one statistic per tensor, power-of-two block scales, no epsilon, scales
+// not swizzled.
 // kStochastic, kRht: 0 or 1 where it is known for nvfp4, else kAtRunTime.
 constexpr int kAtRunTime = -1;
 
@@ -29,6 +30,9 @@ struct Spec {
     constexpr bool kCanBe = kCodec == Codec::float8 || kIsNvfp4;
     return !kPlain && kCanBe && o.row_scaled;
   }
+  static __device__ __forceinline__ bool swizzled(const PlaneOptions& o) {
+    return !kPlain && (kCodec == Codec::mxfp8 || kIsNvfp4) && o.swizzled;
+  }
   static __device__ __forceinline__ bool stochastic(const PlaneOptions& o) {
     if (!kIsNvfp4) return false;
     return kStochastic == kAtRunTime ? o.stochastic : kStochastic == 1;
@@ -41,7 +45,7 @@ struct Spec {
   // Whether these options are what the instance was compiled for.
   static bool matches(const PlaneOptions& o) {
     if (o.codec != kCodec) return false;
-    if (kPlain && (o.e5m2 || o.two_dimensional || o.row_scaled)) return false;
+    if (kPlain && (o.e5m2 || o.two_dimensional || o.row_scaled || o.swizzled)) return false;
     if (kPlain && kCodec == Codec::block && (!o.power_of_two || o.epsilon != 0.0f)) return false;
     if (kIsNvfp4 && kStochastic != kAtRunTime && o.stochastic != (kStochastic == 1)) return false;
     if (kIsNvfp4 && kRht != kAtRunTime && (o.rht != Rht::off) != (kRht == 1)) return false;

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from . import fused
 from .dtypes import HIGH_PRECISION_DTYPES
 from .plane import Direction, Format, Plane, Rounding, saturating_to
+from .swizzle import with_swizzled_scales
 
 if TYPE_CHECKING:
     from .quantizer import Quantizer
@@ -29,6 +30,7 @@ class CastJob:
     reduce: whether amaxes are shared with the other ranks of the scale group.
     record: whether a delayed-scaling amax counts towards the next scale.
     bias_grad: whether ``x``, a gradient of an output, is also summed over its rows.
+    swizzled: directions whose plane stores its scales as sm_100's GEMM reads them.
     planes, row_sum: the results; None for a direction that was not asked for; FP32 [K] or None.
     """
 
@@ -39,6 +41,7 @@ class CastJob:
     reduce: bool = False
     record: bool = True
     bias_grad: bool = False
+    swizzled: frozenset[Direction] = frozenset()
     rounding: dict[Direction, Rounding] = dataclasses.field(default_factory=dict)
     planes: dict[Direction, Plane | None] = dataclasses.field(
         default_factory=lambda: {"rowwise": None, "columnwise": None}
@@ -46,7 +49,8 @@ class CastJob:
     row_sum: torch.Tensor | None = None
 
     def format(self, direction: Direction) -> Format:
-        return self.quantizer.plane_format(direction)
+        format = self.quantizer.plane_format(direction)
+        return with_swizzled_scales(format) if direction in self.swizzled else format
 
     @property
     def columnwise_waits(self) -> bool:

@@ -71,6 +71,11 @@ def _check_grouped(what: str, x, ends, *formats: Format | None) -> None:
                 f"{format.describe()} has 128×128 blocks, which reach over experts; accepted: "
                 "1×128 blocks, e.g. Float8BlockQuantizer(fp8_dtype, block_scaling_dim=1)"
             )
+        if getattr(format, "swizzled", False):
+            raise ValueError(
+                f"{format.describe()} has swizzled scales, whose tiles of 128 rows or 4 blocks "
+                "reach over experts; accepted: plain scales, e.g. swizzled=False"
+            )
 
 
 def cast_grouped(
@@ -92,7 +97,8 @@ def cast_grouped(
     ``measure_grouped`` gives them: FP32 [E]; row-scaled [M] for the row and [E, K] for the column.
     Other arguments as for ``cast``; ``x`` is read in place where its last stride is 1.
 
-    Raises as ``cast`` does; ValueError for 128×128 blocks and for ends of another layout.
+    Raises as ``cast`` does; ValueError for 128×128 blocks, swizzled scales and ends of another
+    layout.
     """
     _check_grouped("cast_grouped", x, ends, row, column)
     is_dequantized = check_source(source, row) and column is not None

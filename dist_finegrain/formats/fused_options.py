@@ -18,6 +18,7 @@ _CODECS = {"float8": 1, "float8_block": 2, "mxfp8": 3, "nvfp4": 4}  # by Format.
 _E5M2, _TWO_DIMENSIONAL, _POWER_OF_TWO, _ROW_SCALED = 1 << 8, 1 << 9, 1 << 10, 1 << 11
 _SCALE_GIVEN, _STOCHASTIC = 1 << 12, 1 << 13
 _RHT = {None: 0, "plain": 1 << 14, "signed": 2 << 14}
+_SWIZZLED = 1 << 16
 _NO_ROUNDING = Rounding()
 
 
@@ -44,6 +45,7 @@ def _options(format: Format) -> Options | None:
         (_ROW_SCALED, format.statistic == "row"),
         (_SCALE_GIVEN, format.statistic == "scale"),
         (_STOCHASTIC, getattr(format, "stochastic", False)),
+        (_SWIZZLED, getattr(format, "swizzled", False)),
     )
     packed = _CODECS[format.codec] | _RHT[format.rht] | sum(flag for flag, on in flags if on)
     return Options(packed, getattr(format, "epsilon", 0.0))

@@ -1,8 +1,9 @@
 """NVFP4: 4-bit E2M1 codes, an E4M3 scale per 16 elements (or 16×16), an outer FP32 scale g.
 
 Buffers of a plane [R, C]: packed codes uint8 [Rp, Cp/2], low nibble first; E4M3 scale bytes uint8
-[Rp, Cp/16], not swizzled, repeated for each row where blocks are 16×16; g FP32 [1], or [Rp] where
-row-scaled. Rp is R rounded up to 16 and Cp is C rounded up to 32; padding is zero.
+[Rp, Cp/16], repeated for each row where blocks are 16×16, or where ``swizzled`` the same in 128×4
+tiles (swizzle.py), flat; g FP32 [1], or [Rp] where row-scaled. Rp is R rounded up to 16 and Cp is C
+rounded up to 32; padding is zero.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..reference.philox import rounding_bits
 from .dtypes import DType
 from .plane import Direction, Format, Plane, Rounding, round_up
 from .quantizer import Quantizer
+from .swizzle import swizzle_128x4, swizzled_count, unswizzle_128x4
 
 BLOCK = 16
 _FP4_DTYPES = (DType.kFloat4E2M1, torch.float4_e2m1fn_x2)
@@ -33,7 +35,8 @@ class NVFP4Format(Format):
 
     two_dimensional: one scale per 16×16. rht: groups of 16 along the contraction are rotated by
     the Hadamard transform with random signs ("signed") or without ("plain") before anything else.
-    stochastic: rounding of the codes. row_scaled: one amax, and one g, per plane row.
+    stochastic: rounding of the codes. row_scaled: one amax, and one g, per plane row. swizzled:
+    scale bytes lie in the order that sm_100's GEMM reads.
     """
 
     family: ClassVar[str] = "nvfp4"
@@ -42,6 +45,7 @@ class NVFP4Format(Format):
     rht: Literal["signed", "plain"] | None = None
     stochastic: bool = False
     row_scaled: bool = False
+    swizzled: bool = False
 
     def __post_init__(self):
         # The quantizer refuses these by the names of its arguments.
@@ -80,7 +84,7 @@ class NVFP4Format(Format):
 
         rounding: read by stochastic rounding only; None is ``Rounding()``.
         """
-        parts = reference.encode(
+        codes, scales, g = reference.encode(
             x,
             self.measure(x) if statistic is None else statistic,
             two_dimensional=self.two_dimensional,
@@ -88,7 +92,9 @@ class NVFP4Format(Format):
             row_scaled=self.row_scaled,
             noise=_noise(rounding or Rounding()) if self.stochastic else None,
         )
-        return Plane(self, tuple(x.shape), x.dtype, parts)
+        if self.swizzled:
+            scales = swizzle_128x4(scales)
+        return Plane(self, tuple(x.shape), x.dtype, (codes, scales, g))
 
     def decode(self, plane: Plane, *, outer: bool = True) -> torch.Tensor:
         """FP32 [R, C]; with RHT the rotated values, [R, C rounded up to whole groups of 16].
@@ -98,13 +104,18 @@ class NVFP4Format(Format):
         rows, contraction = plane.shape
         extent = round_up(contraction, BLOCK) if self.rht else contraction
         g = plane.outer[:rows] if outer else None
-        return reference.decode(plane.codes[:rows], plane.scales[:rows], g)[:, :extent]
+        scales = plane.scales
+        if self.swizzled:
+            scales = unswizzle_128x4(scales, rows, plane.codes.shape[1] * 2 // BLOCK)
+        return reference.decode(plane.codes[:rows], scales[:rows], g)[:, :extent]
 
     def empty(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Plane:
         rows = round_up(shape[0], reference.ROW_MULTIPLE)
         columns = round_up(shape[1], self.contraction_multiple)
         codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
-        scales = torch.empty(rows, columns // BLOCK, dtype=torch.uint8, device=device)
+        blocks = columns // BLOCK
+        extents = (swizzled_count(rows, blocks),) if self.swizzled else (rows, blocks)
+        scales = torch.empty(extents, dtype=torch.uint8, device=device)
         g = torch.empty(rows if self.row_scaled else 1, dtype=torch.float32, device=device)
         return Plane(self, tuple(shape), dtype, (codes, scales, g))
 

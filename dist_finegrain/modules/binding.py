@@ -56,6 +56,17 @@ class Binding:
             contraction_origin=contraction_origin,
         )
 
+    def swizzled(self, tensor_type: str) -> frozenset[Direction]:
+        """Directions of this slot whose scales are stored as the kernel that reads them does."""
+        return frozenset(
+            direction
+            for operands in LINEAR_GEMMS
+            for slot, direction in operands.sides
+            if slot == tensor_type
+            and operands.gemm in self.kernels
+            and self.kernels[operands.gemm].swizzled
+        )
+
     def is_fast(self, gemm: str) -> bool:
         """Whether the recipe lets this GEMM use fast accumulation."""
         return self.recipe is not None and gemm in self.recipe.fast_accumulation

@@ -76,6 +76,7 @@ class LinearCall:
             columnwise=columnwise,
             reduce=tensor_type in sharded.get(self.parallel_mode, ()),
             record=self.training,
+            swizzled=self.binding.swizzled(tensor_type),
             rounding={
                 "rowwise": rounding(tensor_type, "rowwise", rows, columns),
                 "columnwise": rounding(tensor_type, "columnwise", columns, rows),

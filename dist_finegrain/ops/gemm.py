@@ -17,6 +17,7 @@ from ..formats.float8_block import Float8BlockFormat
 from ..formats.mxfp8 import MXFP8Format
 from ..formats.nvfp4 import NVFP4Format
 from ..formats.plane import Format, Plane
+from ..formats.swizzle import with_swizzled_scales
 from . import native
 from .matmul import emulated_gemm, emulation_note, identity_gemm
 
@@ -27,7 +28,8 @@ DEVICES = ("cpu", "sm_90", "sm_100")
 class Kernel:
     """One way to run a GEMM.
 
-    execution: "native" or "emulated"; reason: why not native; has_fast: offers fast accumulation.
+    execution: "native" or "emulated"; reason: why not native; has_fast: offers fast accumulation;
+    swizzled: reads block scales in 128×4 tiles, so both planes are best stored with such.
     """
 
     name: str
@@ -35,6 +37,11 @@ class Kernel:
     run: Callable[..., torch.Tensor]
     reason: str = ""
     has_fast: bool = False
+    swizzled: bool = False
+
+    def stored(self, format: Format) -> Format:
+        """The format in which an operand is stored, so that this kernel reads it as it is."""
+        return with_swizzled_scales(format) if self.swizzled else format
 
 
 class PairRefused(ValueError):
@@ -43,7 +50,7 @@ class PairRefused(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class _Native:
-    """A native kernel and its limits: devices, elements, multiple of K and N, fast accumulation."""
+    """A native kernel, its limits (devices, elements, multiple of K and N) and what it has."""
 
     name: str
     run: Callable[..., torch.Tensor]
@@ -51,14 +58,17 @@ class _Native:
     multiple: int = 16
     e4m3_only: bool = False
     has_fast: bool = False
+    swizzled: bool = False
 
 
 _IDENTITY = Kernel("mm", "native", identity_gemm)
 _TENSOR = _Native("scaled_mm tensorwise", native.tensorwise, ("sm_90", "sm_100"), has_fast=True)
 _ROW = _Native("scaled_mm rowwise", native.rowwise, ("sm_90", "sm_100"), has_fast=True)
 _BLOCK = _Native("scaled_mm 128-block", native.block, ("sm_90",), e4m3_only=True)
-_MXFP8 = _Native("scaled_mm mxfp8", native.mxfp8, ("sm_100",), multiple=32, e4m3_only=True)
-_NVFP4 = _Native("scaled_mm nvfp4", native.nvfp4, ("sm_100",), multiple=32)
+_MXFP8 = _Native(
+    "scaled_mm mxfp8", native.mxfp8, ("sm_100",), multiple=32, e4m3_only=True, swizzled=True
+)
+_NVFP4 = _Native("scaled_mm nvfp4", native.nvfp4, ("sm_100",), multiple=32, swizzled=True)
 
 NATIVE: dict[tuple[str, str], _Native] = {
     ("tensor", "tensor"): _TENSOR,
@@ -113,7 +123,9 @@ def select(
     reason = _why_not_native(a, b, device, k, n)
     if not reason and execution != "reference":
         found = NATIVE[scale_kind(a), scale_kind(b)]
-        return Kernel(found.name, "native", found.run, has_fast=found.has_fast)
+        return Kernel(
+            found.name, "native", found.run, has_fast=found.has_fast, swizzled=found.swizzled
+        )
     if execution == "native":
         raise PairRefused(
             f"{reason}; ways out: execution='emulate' (or DIST_FINEGRAIN_EXECUTION=emulate) runs "

@@ -83,13 +83,19 @@ def _block_scales(plane: Plane) -> torch.Tensor:
     return plane.scales.t()
 
 
+def _swizzled(plane: Plane, element: torch.dtype) -> torch.Tensor:
+    """Scale bytes in 128×4 tiles: as stored, or plain ones swizzled in a launch of their own."""
+    scales = plane.scales if plane.format.swizzled else swizzle_128x4(plane.scales)
+    return scales.view(element)
+
+
 def mxfp8(a: Plane, b: Plane, out_dtype, bias, fast: bool) -> torch.Tensor:
     """E8M0 scales in 128×4-swizzled tiles (sm_100; not run on hardware)."""
     return _call(
         a, b, _codes(a), _codes(b), out_dtype, bias,
-        scale_a=swizzle_128x4(a.scales).view(torch.float8_e8m0fnu),
+        scale_a=_swizzled(a, torch.float8_e8m0fnu),
         scale_recipe_a=ScalingType.BlockWise1x32, swizzle_a=SwizzleType.SWIZZLE_32_4_4,
-        scale_b=swizzle_128x4(b.scales).view(torch.float8_e8m0fnu),
+        scale_b=_swizzled(b, torch.float8_e8m0fnu),
         scale_recipe_b=ScalingType.BlockWise1x32, swizzle_b=SwizzleType.SWIZZLE_32_4_4,
     )  # fmt: skip
 
@@ -101,8 +107,8 @@ def nvfp4(a: Plane, b: Plane, out_dtype, bias, fast: bool) -> torch.Tensor:
     left, right = (p.codes.view(torch.float4_e2m1fn_x2) for p in (a, b))
     return _call(
         a, b, left, right, out_dtype, bias,
-        scale_a=[swizzle_128x4(a.scales).view(torch.float8_e4m3fn), a.outer],
+        scale_a=[_swizzled(a, torch.float8_e4m3fn), a.outer],
         scale_recipe_a=recipe, swizzle_a=swizzle,
-        scale_b=[swizzle_128x4(b.scales).view(torch.float8_e4m3fn), b.outer],
+        scale_b=[_swizzled(b, torch.float8_e4m3fn), b.outer],
         scale_recipe_b=recipe, swizzle_b=swizzle,
     )  # fmt: skip

@@ -18,6 +18,7 @@ from dist_finegrain.formats.float8_block import Float8BlockFormat
 from dist_finegrain.formats.mxfp8 import MXFP8Format
 from dist_finegrain.formats.nvfp4 import NVFP4Format
 from dist_finegrain.formats.plane import DIRECTIONS, Format, Plane, Rounding, saturating_to
+from dist_finegrain.formats.swizzle import with_swizzled_scales
 from dist_finegrain.reference.elements import finite_amax
 from tests.special_values import every_magnitude, with_nonfinite
 
@@ -57,6 +58,11 @@ OPTIONS = {
     "nvfp4_row": NVFP4Format(row_scaled=True),
 }
 EVERY = PAIRED | OPTIONS
+SWIZZLED = {
+    name: with_swizzled_scales(format)
+    for name, format in EVERY.items()
+    if format.family in ("mxfp8", "nvfp4")
+}
 # Ragged against every block, tile and vector width, and the smallest.
 SHAPES = ((1, 1), (1, 7), (5, 1), (16, 16), (17, 33), (130, 129), (129, 257))
 PLACES = {

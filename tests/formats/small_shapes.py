@@ -10,7 +10,7 @@ import torch
 from dist_finegrain.formats import fused, fused_grouped
 from dist_finegrain.formats.fused_delayed import DelayedState, update_delayed
 
-from .fused_cases import EVERY, PLACES, SOURCES
+from .fused_cases import EVERY, PLACES, SOURCES, SWIZZLED
 
 SHAPES = ((1, 1), (17, 33), (130, 129), (300, 257))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -59,7 +59,8 @@ def use_grouped(format, source: str, x: torch.Tensor) -> None:
 def main() -> None:
     """Run all of it once; the last line says how many pairs."""
     formats = [f for f in EVERY.values() if f.family != "identity"]
-    pairs = [(f, f) for f in formats] + [(EVERY[a], EVERY[b]) for a, b in PAIRS]
+    pairs = [(f, f) for f in (*formats, *SWIZZLED.values())]
+    pairs += [(EVERY[a], EVERY[b]) for a, b in PAIRS]
     for row, column in pairs:
         for source in SOURCES:
             if row.rht and source != "original":
@@ -69,7 +70,7 @@ def main() -> None:
                     x = torch.randn(rows, columns + 3, device="cuda").to(dtype)[:, 3:]
                     use(row, column, source, x)
             is_square = row.family == "float8_block" and row.two_dimensional
-            if row is column and not is_square and row.statistic != "scale":
+            if row in formats and row is column and not is_square and row.statistic != "scale":
                 x = torch.randn(300, 130, device="cuda", dtype=torch.bfloat16)
                 use_grouped(row, source, x)
     states = [

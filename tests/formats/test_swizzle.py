@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dist_finegrain.formats.swizzle import swizzle_128x4
+from dist_finegrain.formats.swizzle import swizzle_128x4, swizzled_count, unswizzle_128x4
 
 
 def offset(row: int, block: int, blocks: int) -> int:
@@ -29,6 +29,8 @@ def test_every_scale_lies_where_the_formula_says(shape):
         for block in range(blocks):
             expected[offset(row, block, blocks)] = scales[row, block]
     assert torch.equal(flat, expected) and flat.is_contiguous()
+    assert len(flat) == swizzled_count(rows, blocks)
+    assert torch.equal(unswizzle_128x4(flat, rows, blocks), scales)
 
 
 def test_result_can_be_viewed_as_scale_dtypes():

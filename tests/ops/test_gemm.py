@@ -9,6 +9,7 @@ import torch
 
 import dist_finegrain as dfg
 from dist_finegrain.formats.plane import DIRECTIONS
+from dist_finegrain.formats.swizzle import with_swizzled_scales
 from dist_finegrain.ops.gemm import (
     NATIVE,
     PairRefused,
@@ -200,3 +201,28 @@ def test_device_kind():
     assert device_kind(torch.device("cpu")) == "cpu"
     with pytest.raises(ValueError, match="device is mps"):
         device_kind(torch.device("mps"))
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_only_native_sm_100_kernels_ask_for_swizzled_scales(name):
+    """``stored`` is then another format; of any other kernel it is the operand's own."""
+    format = format_of(name)
+    for device in ("cpu", "sm_90", "sm_100"):
+        kernel = select("fprop", format, format, device, "emulate", k=64, n=64)
+        assert kernel.swizzled == (device == "sm_100")
+        assert kernel.stored(format).swizzled == kernel.swizzled
+    reference = select("fprop", format, format, "sm_100", "reference", k=64, n=64)
+    assert reference.stored(format) is format
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp8 e5m2", "nvfp4", "nvfp4 2-D", "nvfp4 rows"])
+def test_emulation_reads_swizzled_scales_too(name):
+    torch.manual_seed(0)
+    matrices = torch.randn(37, 130), torch.randn(21, 130)
+    plain = [row_plane(name, x) for x in matrices]
+    swizzled = [
+        with_swizzled_scales(p.format).encode(x) for p, x in zip(plain, matrices, strict=True)
+    ]
+    kernel = select("fprop", plain[0].format, plain[1].format, "cpu", "emulate", k=130, n=21)
+    got, wanted = (gemm(kernel, "fprop", *p, torch.float32) for p in (swizzled, plain))
+    assert torch.equal(got, wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import dist_finegrain as dfg
 from dist_finegrain.formats.plane import round_up
+from dist_finegrain.formats.swizzle import swizzle_128x4, with_swizzled_scales
 from dist_finegrain.ops import native
 from dist_finegrain.ops.gemm import device_kind, gemm, select
 
@@ -127,6 +129,12 @@ def quantized(quantizer, rows, columns):
     return quantizer(torch.randn(rows, columns)).plane("rowwise")
 
 
+def stored_swizzled(plane):
+    """The same plane as a cast for sm_100 writes it."""
+    parts = (plane.codes, swizzle_128x4(plane.scales), plane.outer)
+    return dataclasses.replace(plane, format=with_swizzled_scales(plane.format), parts=parts)
+
+
 def run(function, a, b):
     return function(a, b, torch.bfloat16, None, False)
 
@@ -151,6 +159,30 @@ def test_sm_100_nvfp4_arguments(call):
     assert blocks.numel() == 128 * round_up(64 // 16, 4)
     assert call.left.dtype == torch.float4_e2m1fn_x2 and call.left.shape == (48, 32)
     assert call.options["scale_recipe_b"][1] == native.ScalingType.TensorWise
+
+
+@pytest.mark.parametrize("quantizer", [dfg.MXFP8Quantizer(E4M3), dfg.NVFP4Quantizer()])
+def test_sm_100_scales_that_the_cast_swizzled_are_passed_as_they_are(quantizer, call, monkeypatch):
+    """And plain ones, of either operand, swizzled before the product."""
+    plain = [quantized(quantizer, rows, 160) for rows in (140, 48)]
+    swizzled = [stored_swizzled(plane) for plane in plain]
+    function = getattr(native, plain[0].format.family)
+
+    def scales():
+        given = call.options["scale_a"], call.options["scale_b"]
+        return [s[0] if isinstance(s, list) else s for s in given]
+
+    run(function, *plain)
+    wanted = scales()
+    for a, b in itertools.product(*zip(plain, swizzled, strict=True)):
+        run(function, a, b)
+        for got, want, plane in zip(scales(), wanted, (a, b), strict=True):
+            assert got.dtype == want.dtype
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+            is_stored = got.data_ptr() == plane.scales.data_ptr()
+            assert is_stored == plane.format.swizzled
+    monkeypatch.setattr(native, "swizzle_128x4", None)
+    run(function, *swizzled)
 
 
 def test_sm_90_block_scales_have_the_strides_that_scaled_mm_asks_for(call):
