@@ -50,7 +50,7 @@ class BuildInfo:
 def build_info() -> BuildInfo:
     """Which compiled kernels this installation has, and why it lacks the others.
 
-    Without them every cast runs in plain torch, with equal bytes.
+    Without them every cast runs in plain torch; its planes are equal byte for byte.
     """
     return _info
 

@@ -53,9 +53,4 @@ DFG_HD uint32_t hash_factor(int k) {
   return kFactors[k];
 }
 
-// Random bits of contraction index j (global) out of the words of its counter j >> 3.
-DFG_HD uint32_t rounding_bits(const Words& words, int64_t j) {
-  return words.word[(j >> 1) & 3] >> (16 * (j & 1)) & 0xFFFFu;
-}
-
 }  // namespace dfg

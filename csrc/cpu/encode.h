@@ -234,7 +234,7 @@ inline void nvfp4_nearest_codes(const Lanes* __restrict v, const Lanes& __restri
 inline void nvfp4_stochastic_codes(const Lanes* __restrict v, const Lanes& __restrict multiplier,
                                    const Noise& __restrict noise, Bytes* __restrict codes) {
   for (int k = 0; k < 16; ++k) {
-    // As rounding_bits: word (j >> 1) & 3 of counter j >> 3, half j & 1.
+    // Word (j >> 1) & 3 of counter j >> 3, half j & 1.
     const int j = noise.first + k;
     const Words32& word = noise.words[j >> 3][j >> 1 & 3];
     const int shift = 16 * (j & 1);

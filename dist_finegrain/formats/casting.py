@@ -2,11 +2,12 @@
 
 Several casts that feed one GEMM pair run together, so that their amaxes share one reduction. A cast
 is one launch of a compiled kernel (fused.py) where there is one for its formats and device, else
-plain torch with equal bytes.
+plain torch, whose planes are equal byte for byte.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -87,7 +88,7 @@ def _cast_of(job: CastJob) -> _Cast:
     return cast if is_fused else _PlainCast(job)
 
 
-class _Cast:
+class _Cast(abc.ABC):
     """One job on its way: the formats of the planes to be made, and their statistics."""
 
     def __init__(self, job: CastJob):
@@ -141,11 +142,13 @@ class _Cast:
         is_again = is_second and not self.job.columnwise_waits
         return not (is_again and child("rowwise") is child("columnwise"))
 
+    @abc.abstractmethod
     def _measure(self, row: Format | None, column: Format | None) -> None:
-        raise NotImplementedError
+        """Set the statistics that these planes need and that are not given."""
 
+    @abc.abstractmethod
     def encode(self) -> None:
-        raise NotImplementedError
+        """Make the planes."""
 
 
 class _FusedCast(_Cast):

@@ -1,8 +1,8 @@
 """One read of a matrix, up to two planes: the Python face of the compiled kernels.
 
 Formats stay the oracle: what ``Format.measure``, ``encode`` and ``decode`` do in plain torch is
-done here with equal bytes. Identity never reaches a kernel. Legend: X [M, K]; its row plane is
-(R, C) = (M, K), its column plane (K, M).
+done here, planes and amaxes with equal bytes. Identity never reaches a kernel.
+Legend: X [M, K]; its row plane is (R, C) = (M, K), its column plane (K, M).
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from .fused_options import (
     check_matrix,
     check_source,
     is_measured,
-    is_readable,
     options_of,
-    readable,
+    oriented,
     rounding_places,
     shares_amax,
     statistic_of,
@@ -89,9 +88,7 @@ def cast(
         identity_column = column.encode(x.t())
     row_plane = column_plane = sums = None
     if r.packed or c.packed:
-        # The kernel makes the column plane of a row-major matrix; that of its transpose is a row.
-        is_swapped = not (is_dequantized or bias_grad or is_readable(x)) and is_readable(x.t())
-        matrix = x.t() if is_swapped else readable(x)
+        matrix, is_swapped = oriented(x, is_fixed=is_dequantized or bias_grad)
         if r.packed:
             row_plane = row.empty((x.shape[0], x.shape[1]), x.dtype, x.device)
         if c.packed:
@@ -170,7 +167,18 @@ def measure(
     return measure_planes(x, None, row, column, is_dequantized, row_statistic)
 
 
-def measure_planes(x, ends, row, column, is_dequantized, row_statistic):
+def measure_planes(
+    x: torch.Tensor,
+    ends: torch.Tensor | None,
+    row: Format | None,
+    column: Format | None,
+    is_dequantized: bool,
+    row_statistic: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """``measure``, or ``measure_grouped`` where ``ends`` int32 [E] is given, of checked arguments.
+
+    is_dequantized: the column's amax is of the row's values.
+    """
     if is_dequantized and row.family == "identity":
         values = saturating_to(row.decode(row.encode(x)), x.dtype, keep_inf=False)
         return measure_planes(values, ends, None, column, False, None)
@@ -187,14 +195,13 @@ def measure_planes(x, ends, row, column, is_dequantized, row_statistic):
     if is_measured(column) and not is_shared:
         column_amax = _amax(column, x, x.shape[1], experts, experts)
     if x.numel() and (row_amax is not None or column_amax is not None):
-        swapped = ends is None and not is_dequantized and not is_readable(x)
-        swapped = swapped and is_readable(x.t())
+        matrix, is_swapped = oriented(x, is_fixed=ends is not None or is_dequantized)
         sides = [(row_amax, options_of(row)), (column_amax, options_of(column))]
-        if swapped:
+        if is_swapped:
             sides.reverse()
         (a, a_options), (b, b_options) = sides
         _ops.measure.default(
-            x.t() if swapped else readable(x), a, b, a_options.packed, a_options.epsilon,
+            matrix, a, b, a_options.packed, a_options.epsilon,
             b_options.packed, is_dequantized,
             statistic_of(row, row_statistic) if is_dequantized else None, ends,
         )  # fmt: skip

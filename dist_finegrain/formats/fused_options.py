@@ -24,7 +24,7 @@ _NO_ROUNDING = Rounding()
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """A format as the kernels are told: packed options, least amax, and which buffers it has."""
+    """A format as the kernels are told: packed options and least amax."""
 
     packed: int
     epsilon: float = 0.0
@@ -34,10 +34,8 @@ NO_PLANE = Options(0)
 
 
 @functools.lru_cache(maxsize=1024)
-def _options(format: Format) -> Options | None:
-    """Options of a format of this package; None for any other."""
-    if format.codec is None:
-        return None
+def _options(format: Format) -> Options:
+    """Options of a format of this package."""
     flags = (
         (_E5M2, getattr(format, "element", "") == "e5m2"),
         (_TWO_DIMENSIONAL, getattr(format, "two_dimensional", False)),
@@ -58,13 +56,12 @@ def options_of(format: Format | None) -> Options:
     """
     if format is None or format.family == "identity":
         return NO_PLANE
-    options = None if format.codec is None else _options(format)
-    if options is None:
+    if format.codec is None:
         raise ValueError(
             f"format is {format.describe()}; accepted: a format of this package, e.g. "
             "MXFP8Quantizer().plane_format('rowwise')"
         )
-    return options
+    return _options(format)
 
 
 def why_not(device: torch.device, *formats: Format | None) -> str:
@@ -129,6 +126,16 @@ def is_readable(x: torch.Tensor) -> bool:
 def readable(x: torch.Tensor) -> torch.Tensor:
     """``x``, or a copy that the kernels read."""
     return x if is_readable(x) else x.contiguous()
+
+
+def oriented(x: torch.Tensor, is_fixed: bool) -> tuple[torch.Tensor, bool]:
+    """(what the kernels are given, whether it is ``x.t()``, whose row plane is x's column plane).
+
+    is_fixed: the rows must be those of ``x``; another layout is copied then.
+    """
+    if not is_fixed and not is_readable(x) and is_readable(x.t()):
+        return x.t(), True
+    return readable(x), False
 
 
 def buffers(plane: Plane | None) -> list[torch.Tensor]:
