@@ -126,6 +126,18 @@ DFG_HD uint32_t select(bool condition, uint32_t a, uint32_t b) {
 #endif
 }
 
+// One instruction on a GPU. None is above 2^31.
+DFG_HD uint32_t smallest(uint32_t a, uint32_t b, uint32_t c) {
+#if defined(__CUDA_ARCH__)
+  return __vimin3_u32(a, b, c);
+#else
+  // Signed ones are what every instruction set has.
+  const auto x = static_cast<int32_t>(a), y = static_cast<int32_t>(b), z = static_cast<int32_t>(c);
+  const int32_t least = x < y ? x : y;
+  return static_cast<uint32_t>(least < z ? least : z);
+#endif
+}
+
 // Clamped to 0…1; not NaN.
 DFG_HD float saturate(float a) {
 #if defined(__CUDA_ARCH__)

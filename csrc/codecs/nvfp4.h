@@ -33,17 +33,16 @@ DFG_HD float nvfp4_multiplier(uint8_t byte, Nvfp4Global global) {
   return smaller(reciprocal(mul(fp8_decode<false>(byte), global.inverse)), kFltMax);
 }
 
-// Nearest-even E2M1 of a magnitude below 7 (so that 6 is the nearest above 5): the code in the low 23
+// Nearest-even E2M1 of a magnitude below 7 (so that 6 is the nearest above 5): the code in the low 21
 // bits; what lies above them is of no use.
 //
-// Codes are 0.5 apart below 2, 1 apart below 4, 2 apart above. Adding 2^22, 2^23 or 2^24 rounds there;
-// the 2 and 8 on top of them make the last mantissa bits the code. Steps at 2 and 4 choose the sum:
-// products and sums only, since integer operations are what a GPU runs out of first.
+// Codes are 0.5 apart below 2, 1 apart below 4, 2 apart above: the code is the least of 2v, v + 2 and
+// v/2 + 4, each rounded to an integer, and ties to an even one. Half of each is rounded where 2^22 is
+// added, whose last mantissa bit is 0.5.
 DFG_HD uint32_t e2m1_nearest_low(float v) {
-  const float above2 = saturate(add_exact_product(v, 8388608.0f, -16777215.0f));
-  const float above4 = saturate(add_exact_product(v, 4194304.0f, -16777215.0f));
-  const float up_to4 = add_exact_product(above2, 4194306.0f, 4194304.0f);
-  return bits_of(add(v, add_exact_product(above4, 8388614.0f, up_to4)));
+  return smallest(bits_of(add(v, 4194304.0f)),
+                  bits_of(add_exact_product(v, 0.5f, 4194305.0f)),
+                  bits_of(add_exact_product(v, 0.25f, 4194306.0f)));
 }
 
 // Stochastic E2M1 of a magnitude below 8: the code in the top byte, 8 where it rounds up from 6; what

@@ -9,6 +9,7 @@ namespace {
 using E = Element<Dtype::bf16>;
 
 using Float8 = Spec<Codec::float8, true>;
+using AnyFloat8 = Spec<Codec::float8>;
 using Block = Spec<Codec::block, true>;
 using AnyBlock = Spec<Codec::block>;
 using Mxfp8 = Spec<Codec::mxfp8, true>;
@@ -37,8 +38,26 @@ constexpr Instance instance() {
           launch_cast<E, Row, Column, kDequantized, kBlocksPerSm<Row>>};
 }
 
+// Whether one scale per tile, or tensor, serves both planes, so that their codes are the same.
+bool has_same_codes(const CastArgs& a) {
+  const PlaneOptions &r = a.row.options, &c = a.column.options;
+  if (a.dequantized || r.codec != c.codec || r.e5m2 != c.e5m2) return false;
+  if (r.power_of_two != c.power_of_two || r.epsilon != c.epsilon) return false;
+  if (r.codec == Codec::block) return r.two_dimensional && c.two_dimensional;
+  return r.codec == Codec::float8 && !r.row_scaled && !c.row_scaled &&
+         r.scale_given == c.scale_given && a.row.statistic == a.column.statistic;
+}
+
+template <class Row>
+constexpr Instance transposed() {
+  return {[](const CastArgs& a) { return has_same_codes(a) && Row::matches(a.row.options); },
+          launch_cast<E, Row, Transposed<Row>, false, kBlocksPerSm<Row>>};
+}
+
 // The first that matches is taken.
 const Instance kInstances[] = {
+    transposed<Float8>(),              transposed<AnyFloat8>(),
+    transposed<AnyBlock>(),
     instance<Float8, Float8>(),        instance<Float8, NoPlane>(),
     instance<NoPlane, Float8>(),       instance<Block, Block>(),
     instance<Block, Block, true>(),    instance<Block, Float8>(),

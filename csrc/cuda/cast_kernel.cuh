@@ -3,11 +3,12 @@
 
 #include "phases.cuh"
 #include "place.cuh"
+#include "transpose.cuh"
 
 namespace dfg {
 
 // The phase of a plane, by its codec where the instance takes any.
-template <class E, class S, bool kKeep, bool kStore = true>
+template <class E, class S, Keep kKeep, bool kStore = true>
 struct RowPhase {
   static __device__ __forceinline__ uint32_t run(const Target& target, const Place& place,
                                                  unsigned char* tile, const Parts& parts) {
@@ -17,7 +18,7 @@ struct RowPhase {
 };
 
 // Calls, so that registers are allocated codec by codec and not for all four at once.
-template <class E, Codec kCodec, bool kKeep, bool kStore>
+template <class E, Codec kCodec, Keep kKeep, bool kStore>
 __device__ __noinline__ uint32_t call_row_phase(const Target& target, const Place& place,
                                                 unsigned char* tile, const Parts& parts) {
   return row_phase<E, Spec<kCodec>, kKeep, kStore>(target, place, tile, parts);
@@ -29,7 +30,7 @@ __device__ __noinline__ uint32_t call_column_phase(const Target& target, const P
   return column_phase<E, Spec<kCodec>>(target, place, tile, parts);
 }
 
-template <class E, bool kKeep, bool kStore>
+template <class E, Keep kKeep, bool kStore>
 struct RowPhase<E, AnySpec, kKeep, kStore> {
   static __device__ __forceinline__ uint32_t run(const Target& target, const Place& place,
                                                  unsigned char* tile, const Parts& parts) {
@@ -53,6 +54,15 @@ struct ColumnPhase {
                                                  const unsigned char* tile, const Parts& parts) {
     if constexpr (S::kCodec == Codec::none) return 0;
     else return column_phase<E, S>(target, place, tile, parts);
+  }
+};
+
+template <class E, class Row>
+struct ColumnPhase<E, Transposed<Row>> {
+  static __device__ __forceinline__ uint32_t run(const Target& target, const Place& place,
+                                                 const unsigned char* tile, const Parts& parts) {
+    transpose_phase<E, Row>(target, place, tile, parts);
+    return 0;
   }
 };
 
@@ -178,13 +188,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (kDequantized ? r.two_dimensional : r.two_dimensional || c.two_dimensional) {
     measure_parts<E>(tile, is_whole_tile(r) && (kDequantized || is_whole_tile(c)), parts);
   }
-  const uint32_t row_amax = RowPhase<E, Row, kDequantized>::run(row, place, tile, parts);
+  constexpr bool kTransposed = kIsTransposed<Column>;
+  constexpr Keep kKeep = kDequantized ? Keep::values : kTransposed ? Keep::codes : Keep::input;
+  const uint32_t row_amax = RowPhase<E, Row, kKeep>::run(row, place, tile, parts);
   if (args.row.amax) raise_by_warp(args.row.amax, row_amax);
-  if (kDequantized) {
-    __syncthreads();
-    if (c.two_dimensional) measure_parts<E>(tile, is_whole_tile(c), parts);
-  }
-  const uint32_t column_amax = ColumnPhase<E, Column>::run(column, place, tile, parts);
+  if (kKeep != Keep::input) __syncthreads();
+  if (kDequantized && c.two_dimensional) measure_parts<E>(tile, is_whole_tile(c), parts);
+  const uint32_t own_amax = ColumnPhase<E, Column>::run(column, place, tile, parts);
+  const uint32_t column_amax = kTransposed ? row_amax : own_amax;
   if (args.column.amax) raise_by_warp(args.column.amax, column_amax);
 }
 

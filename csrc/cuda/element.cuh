@@ -48,6 +48,11 @@ struct Element<Dtype::bf16> {
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
     return r;
   }
+  static __device__ __forceinline__ Pair mul(Pair a, Pair b) {
+    Pair r;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+  }
 };
 
 template <>
@@ -148,6 +153,15 @@ __device__ __forceinline__ typename E::Pair pairs_abs_max(const typename E::Pair
   return m;
 }
 
+// Of values without signs.
+template <class E, int kCount>
+__device__ __forceinline__ typename E::Pair pairs_max(const typename E::Pair (&p)[kCount]) {
+  typename E::Pair m = p[0];
+#pragma unroll
+  for (int k = 1; k < kCount; ++k) m = E::max(m, p[k]);
+  return m;
+}
+
 // Largest magnitude of both halves, as FP32 bits: at or above 7F800000 something is not finite.
 template <class E>
 __device__ __forceinline__ uint32_t halves_max(typename E::Pair m) {
@@ -180,6 +194,19 @@ __device__ __forceinline__ uint32_t any_max(const Unit& unit) {
 template <class E>
 __device__ __forceinline__ uint32_t any_max(const RowUnit<E>& unit) {
   return halves_max<E>(pairs_abs_max<E>(unit.p));
+}
+
+
+// As any_max, of a unit without signs.
+__device__ __forceinline__ uint32_t max_of_magnitudes(const FloatUnit& unit) {
+  uint32_t m = 0;
+#pragma unroll
+  for (int k = 0; k < 16; ++k) m = max(m, bits_of(unit.v[k]));
+  return m;
+}
+template <class E>
+__device__ __forceinline__ uint32_t max_of_magnitudes(const RowUnit<E>& unit) {
+  return halves_max<E>(pairs_max<E>(unit.p));
 }
 
 }  // namespace dfg

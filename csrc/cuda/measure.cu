@@ -9,11 +9,7 @@ namespace {
 // Largest finite magnitude of a unit (FP32 bits), rotated first if asked (its signs are flipped).
 template <class E, class Unit>
 __device__ __forceinline__ uint32_t unit_amax(const Unit& u, bool rotates) {
-  if (rotates) {
-    const auto rotated = rotate<E>(u);
-    const uint32_t amax = any_max(rotated);
-    return is_bad(amax) ? finite_max(rotated) : amax;
-  }
+  if (rotates) return Rotated<E>(u).amax;
   const uint32_t amax = any_max(u);
   return is_bad(amax) ? finite_max(u) : amax;
 }
@@ -87,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<E>)
     const PlaneOptions& o = args.row_plane.options;
     if (o.two_dimensional) measure_parts<E>(tile, is_whole_tile(o), parts);
     __syncthreads();
-    RowPhase<E, AnySpec, true, false>::run(row, place, tile, parts);
+    RowPhase<E, AnySpec, Keep::values, false>::run(row, place, tile, parts);
     __syncthreads();
   }
   if (args.column.options.codec != Codec::none) {

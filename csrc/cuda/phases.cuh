@@ -2,6 +2,8 @@
 // column plane. Each reads the tile in shared memory; neither knows the other's codec.
 #pragma once
 
+#include <type_traits>
+
 #include "../codecs/swizzle.h"
 #include "scale.cuh"
 
@@ -21,9 +23,13 @@ struct Encoded {
   UnitScale scale;
 };
 
+// Whether elements are scaled two at a time, in BF16.
+template <class E, class S>
+constexpr bool kScalesPairs = E::kDtype == Dtype::bf16 && S::kIsPowerOfTwo;
+
 // Encodes a unit whose block has this amax. `u` is clean of non-finite elements, and without signs
 // (which are given apart) for nvfp4.
-template <class S, class Unit>
+template <class E, class S, class Unit>
 __device__ __forceinline__ Encoded encode(const PlaneOptions& o, const Unit& u, uint2 signs,
                                           uint32_t amax, bool block_is_bad, const OuterScale& outer,
                                           const Draw& draw) {
@@ -34,6 +40,10 @@ __device__ __forceinline__ Encoded encode(const PlaneOptions& o, const Unit& u, 
     const uint2 codes = nvfp4_codes(u, signs, top, e.scale.encode, S::stochastic(o), draw);
     e.codes = make_uint4(codes.x, codes.y, 0, 0);
     if (block_is_bad) e.scale.byte = kNvfp4NanScale;
+  } else if constexpr (kScalesPairs<E, S> && std::is_same_v<Unit, RowUnit<E>>) {
+    RowUnit<E> scaled = u;
+    scale_pairs<E>(scaled.p, e.scale.encode, e.scale.encode);
+    e.codes = fp8_codes(scaled, S::e5m2(o));
   } else {
     e.codes = fp8_codes(u, e.scale.encode, S::e5m2(o));
   }
@@ -45,17 +55,9 @@ template <class E, class S, class Unit>
 __device__ __forceinline__ Encoded encode_rotated(const PlaneOptions& o, const Unit& u,
                                                   const OuterScale& outer, const Draw& draw,
                                                   uint32_t& recorded) {
-  auto rotated = rotate<E>(u);
-  uint32_t amax = any_max(rotated);
-  const bool bad = is_bad(amax);
-  if (bad) {
-    clean(rotated);
-    amax = any_max(rotated);
-  }
-  recorded = max(recorded, amax);
-  const uint2 signs = signs_of(rotated);
-  drop_signs(rotated);
-  return encode<S>(o, rotated, signs, amax, bad, outer, draw);
+  const Rotated<E> r(u);
+  recorded = max(recorded, r.amax);
+  return encode<E, S>(o, r.magnitudes, r.signs, r.amax, r.is_bad, outer, draw);
 }
 
 // Writes units of one position along the contraction, plane row by plane row.
@@ -102,15 +104,20 @@ struct Writer {
     }
   }
 
-  // ahead: rows past the current one. is_padding: a row behind the plane's last.
-  __device__ __forceinline__ void write(int ahead, const Encoded& e, bool is_padding) const {
+  __device__ __forceinline__ void write_codes(int ahead, const Encoded& e) const {
     uint8_t* to = codes + ahead * code_stride;
-    uint8_t* scale_to = scale + ahead * scale_stride;
     if constexpr (kCodec == Codec::nvfp4) {
       *reinterpret_cast<uint2*>(to) = make_uint2(e.codes.x, e.codes.y);
     } else {
       *reinterpret_cast<uint4*>(to) = e.codes;
     }
+  }
+
+  // ahead: rows past the current one. is_padding: a row behind the plane's last, whose scale is not
+  // zero by itself.
+  __device__ __forceinline__ void write(int ahead, const Encoded& e, bool is_padding) const {
+    uint8_t* scale_to = scale + ahead * scale_stride;
+    write_codes(ahead, e);
     if constexpr (kCodec == Codec::nvfp4 || kCodec == Codec::mxfp8) {
       if (has_scale) *scale_to = is_padding ? 0 : e.scale.byte;
     }
@@ -148,9 +155,19 @@ __device__ __forceinline__ Draw draw_at(const Target& target, int64_t position) 
           static_cast<uint32_t>(j & 7), 0, 0};
 }
 
+// What a row phase leaves in the tile, for the column phase: X, the decoded values, or the codes (each
+// unit's in its first chunk).
+enum class Keep { input, values, codes };
+
+// Whether zeros alone do not make the scale of a padding row zero.
+template <class S>
+__device__ __forceinline__ bool pads_scales(const PlaneOptions& o) {
+  return S::kCodec == Codec::block || S::two_dimensional(o);
+}
+
 // Rows of the tile. Returns the largest finite magnitude that this thread encoded (FP32 bits).
-// kKeep: the tile is overwritten by the decoded values. kStore: the plane is written.
-template <class E, class S, bool kKeep, bool kStore>
+// kStore: the plane is written.
+template <class E, class S, Keep kKeep, bool kStore>
 __device__ __forceinline__ uint32_t row_phase(const Target& target, const Place& place,
                                               unsigned char* tile, const Parts& parts) {
   const Plane& plane = target.plane;
@@ -163,26 +180,28 @@ __device__ __forceinline__ uint32_t row_phase(const Target& target, const Place&
   }
   const RowUnits<E> units(tile);
   Writer<S> writer(plane, place.x_row + row_of_step(0), position);
-  const bool is_stored = position < plane.stored_contraction;
+  const int stored_rows = position < plane.stored_contraction ? place.row_extent : 0;
   Draw draw = draw_at(target, position);
   const auto first_row = static_cast<uint32_t>(place.expert_row + plane.row_origin);
   uint32_t recorded = 0;
 
   const auto finish = [&](int step, Encoded e, bool all_finite) {
     const int row = row_of_step(step);
-    if constexpr (kKeep && S::kIsNvfp4) {
+    if constexpr (kKeep == Keep::values && S::kIsNvfp4) {
       auto values = nvfp4_values<E>(make_uint2(e.codes.x, e.codes.y), e.scale.byte, outer.decode);
       // A block that decodes to NaN must not reach into the padding around X.
       if (e.scale.byte == kNvfp4NanScale) {
         keep_first<E>(values, row < place.rows ? place.columns - unit * 16 : 0);
       }
       units.write(step, values);
-    } else if constexpr (kKeep) {
+    } else if constexpr (kKeep == Keep::values) {
       units.write(step, fp8_values<E>(e.codes, e.scale.decode, S::e5m2(o), all_finite));
+    } else if constexpr (kKeep == Keep::codes) {
+      *reinterpret_cast<uint4*>(units.at(step, 0)) = e.codes;
     }
     if constexpr (kStore) {
-      if (row < place.row_extent && is_stored) {
-        writer.write(0, e, row >= place.rows);
+      if (row < stored_rows) {
+        writer.write(0, e, pads_scales<S>(o) && row >= place.rows);
         if (S::row_scaled(o) && place.x_column == 0 && unit == 0) {
           plane.outer[place.x_row + row] = row < place.rows ? outer.decode : 0.0f;
         }
@@ -206,7 +225,7 @@ __device__ __forceinline__ uint32_t row_phase(const Target& target, const Place&
       signs = signs_of(u);
       drop_signs(u);
     }
-    return encode<S>(o, u, signs, amax, bad, outer, draw);
+    return encode<E, S>(o, u, signs, amax, bad, outer, draw);
   };
 
 #pragma unroll(S::kIsNvfp4 ? 1 : 2)
@@ -285,7 +304,28 @@ __device__ __forceinline__ Encoded encode_column(const Target& target, const Pla
     amax = block_amax<S::kCodec>(parts, along(), column / 16);
     bad = parts.bad[along()][column / 16];
   }
-  return encode<S>(o, u, pair.signs[kHalf], amax, bad, outer, draw);
+  return encode<E, S>(o, u, pair.signs[kHalf], amax, bad, outer, draw);
+}
+
+// Both columns of a step whose elements are all finite, of a codec with power-of-two scales: one
+// product of pairs scales an element of each.
+template <class E, class S>
+__device__ __forceinline__ void encode_scaled_pairs(const PlaneOptions& o, int column,
+                                                    const ColumnPair<E>& pair, const Parts& parts,
+                                                    uint32_t& recorded, Encoded (&e)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t amax = pair.amax[half];
+    recorded = max(recorded, amax);
+    if (S::two_dimensional(o)) amax = block_amax<S::kCodec>(parts, along(), (column + half) / 16);
+    e[half].scale = unit_scale<S>(o, float_of(amax), {});
+  }
+  typename E::Pair scaled[16];
+#pragma unroll
+  for (int k = 0; k < 16; ++k) scaled[k] = pair.p[k];
+  scale_pairs<E>(scaled, e[0].scale.encode, e[1].scale.encode);
+  e[0].codes = fp8_codes(ColumnUnit<E, 0>{scaled}, S::e5m2(o));
+  e[1].codes = fp8_codes(ColumnUnit<E, 1>{scaled}, S::e5m2(o));
 }
 
 // Columns of the tile; returns the largest finite magnitude encoded (FP32 bits).
@@ -311,7 +351,7 @@ __device__ __forceinline__ uint32_t column_phase(const Target& target, const Pla
       return;
     }
     // A tile without rows is the part of an expert that has none: nothing but padding.
-    writer.write(ahead, e, column >= place.columns || place.rows == 0);
+    writer.write(ahead, e, pads_scales<S>(o) && (column >= place.columns || place.rows == 0));
     if (S::kCodec == Codec::block && S::two_dimensional(o) && column == 0 && along() == 0) {
       store_tile_scale(target, place.x_column, place.column_start, e.scale.decode);
     }
@@ -348,9 +388,17 @@ __device__ __forceinline__ uint32_t column_phase(const Target& target, const Pla
       if (all_finite) drop_pair_signs(both);
     }
     if (all_finite) {
-      finish(column, 0, encode_column<E, S, 0>(target, place, column, both, parts, draw, outer, recorded));
-      finish(column + 1, 1,
-             encode_column<E, S, 1>(target, place, column + 1, both, parts, draw, outer, recorded));
+      if constexpr (kScalesPairs<E, S>) {
+        Encoded e[2];
+        encode_scaled_pairs<E, S>(o, column, both, parts, recorded, e);
+        finish(column, 0, e[0]);
+        finish(column + 1, 1, e[1]);
+      } else {
+        finish(column, 0,
+               encode_column<E, S, 0>(target, place, column, both, parts, draw, outer, recorded));
+        finish(column + 1, 1,
+               encode_column<E, S, 1>(target, place, column + 1, both, parts, draw, outer, recorded));
+      }
     } else {
       clean_pairs<E>(both.p);
       const auto m = over_block<E, S::kCodec>(pairs_abs_max<E>(both.p));

@@ -127,17 +127,6 @@ __device__ __forceinline__ UnitScale unit_scale(const PlaneOptions& o, float ama
   return s;
 }
 
-// In place.
-template <class E>
-__device__ __forceinline__ void drop_signs(RowUnit<E>& u) {
-#pragma unroll
-  for (int k = 0; k < 8; ++k) u.p[k] = E::abs(u.p[k]);
-}
-__device__ __forceinline__ void drop_signs(FloatUnit& u) {
-#pragma unroll
-  for (int k = 0; k < 16; ++k) u.v[k] = fabsf(u.v[k]);
-}
-
 // Raises a non-negative float in memory (or a -1 that marks it unset) to FP32 bits.
 __device__ __forceinline__ void raise(float* target, uint32_t bits) {
   auto* as_int = reinterpret_cast<int*>(target);

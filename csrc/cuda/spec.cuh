@@ -15,6 +15,9 @@ template <Codec kCodecValue, bool kPlain = false, int kStochastic = kAtRunTime,
 struct Spec {
   static constexpr Codec kCodec = kCodecValue;
   static constexpr bool kIsNvfp4 = kCodec == Codec::nvfp4;
+  // What elements are multiplied by is always a power of two.
+  static constexpr bool kIsPowerOfTwo =
+      kCodec == Codec::mxfp8 || (kPlain && kCodec == Codec::block);
 
   static __device__ __forceinline__ bool e5m2(const PlaneOptions& o) { return !kPlain && o.e5m2; }
   static __device__ __forceinline__ bool two_dimensional(const PlaneOptions& o) {
@@ -55,6 +58,17 @@ struct Spec {
 
 // No plane.
 using NoPlane = Spec<Codec::none, true>;
+
+// The column plane of a pair that has one scale for both planes of a tile: the row plane's codes,
+// transposed.
+template <class Row>
+struct Transposed {
+  static constexpr Codec kCodec = Row::kCodec;
+};
+template <class S>
+constexpr bool kIsTransposed = false;
+template <class Row>
+constexpr bool kIsTransposed<Transposed<Row>> = true;
 
 // Any codec with any options: each phase is compiled for all four.
 struct AnySpec {

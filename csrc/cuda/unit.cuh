@@ -27,22 +27,39 @@ __device__ __forceinline__ void clean_pairs(typename E::Pair (&p)[kCount]) {
   for (int k = 0; k < kCount; ++k) clean_pair<E>(p[k]);
 }
 
-// 16 FP8 codes of x · s.
-template <bool kE5M2, class Unit>
-__device__ __forceinline__ uint4 fp8_codes(const Unit& u, float s) {
+// 16 FP8 codes of what `at` gives for 0 … 15.
+template <bool kE5M2, class At>
+__device__ __forceinline__ uint4 fp8_codes_at(const At& at) {
   uint4 codes;
   auto* word = reinterpret_cast<uint32_t*>(&codes);
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
-    word[w] = fp8_encode4<kE5M2>(mul(u.at(4 * w), s), mul(u.at(4 * w + 1), s),
-                                 mul(u.at(4 * w + 2), s), mul(u.at(4 * w + 3), s));
+    word[w] = fp8_encode4<kE5M2>(at(4 * w), at(4 * w + 1), at(4 * w + 2), at(4 * w + 3));
   }
   return codes;
 }
 
+// Of the unit's elements as they are.
+template <class Unit>
+__device__ __forceinline__ uint4 fp8_codes(const Unit& u, bool e5m2) {
+  const auto at = [&](int k) { return u.at(k); };
+  return e5m2 ? fp8_codes_at<true>(at) : fp8_codes_at<false>(at);
+}
+
+// Of x · s.
 template <class Unit>
 __device__ __forceinline__ uint4 fp8_codes(const Unit& u, float s, bool e5m2) {
-  return e5m2 ? fp8_codes<true>(u, s) : fp8_codes<false>(u, s);
+  const auto at = [&](int k) { return mul(u.at(k), s); };
+  return e5m2 ? fp8_codes_at<true>(at) : fp8_codes_at<false>(at);
+}
+
+// Multiplies both elements of a BF16 pair by powers of two. The products are exact, or so small that
+// they are encoded as zero, or so large that they saturate.
+template <class E, int kCount>
+__device__ __forceinline__ void scale_pairs(typename E::Pair (&p)[kCount], float lo, float hi) {
+  const auto both = E::pack(lo, hi);
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) p[k] = E::mul(p[k], both);
 }
 
 // Codes of non-finite elements; `original` is the unit before cleaning.
@@ -259,9 +276,20 @@ __device__ __forceinline__ float e4m3_value(uint8_t byte) {
   return Element<Dtype::f16>::lo(halves);
 }
 
+// Correctly rounded 1/a for a of 2^-126 … 2^126, as reciprocal() is without its branch for the rest;
+// NaN for 0.
+__device__ __forceinline__ float normal_reciprocal(float a) {
+  float guess;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(guess) : "f"(a));
+  return __fmaf_rn(guess, -__fmaf_rn(a, guess, -1.0f), guess);
+}
+
 // As nvfp4_multiplier, with the hardware's conversion; byte is not NaN.
 __device__ __forceinline__ float nvfp4_multiplier_fast(uint8_t byte, Nvfp4Global global) {
-  return fminf(reciprocal(mul(e4m3_value(byte), global.inverse)), kFltMax);
+  const float product = mul(e4m3_value(byte), global.inverse);
+  // 1/S is at most 2^116.7 and a byte stands for 2^-9 … 448, or 0: min() takes FLT_MAX over NaN.
+  constexpr float kLeast = 8.0e-31f;  // about 2^-100
+  return fminf(global.inverse < kLeast ? reciprocal(product) : normal_reciprocal(product), kFltMax);
 }
 
 // Decoded values of one block, rounded to the input's dtype and saturated.
@@ -375,13 +403,17 @@ __device__ __forceinline__ void flip_columns(typename E::Pair (&p)[16]) {
   for (int k = 0; k < 16; ++k) flip<E>(p[k], k, k);
 }
 
-// Rotates a unit whose signs were flipped.
-template <class E, class Unit>
+// Rotates a unit whose signs were flipped. kFast: see hadamard16_of_bf16.
+template <class E, bool kFast, class Unit>
 __device__ __forceinline__ typename RotatedUnit<E>::Type rotate(const Unit& u) {
   FloatUnit r;
 #pragma unroll
   for (int k = 0; k < 16; ++k) r.v[k] = u.at(k);
-  hadamard16(r.v, false);
+  if constexpr (kFast) {
+    hadamard16_of_bf16(r.v);
+  } else {
+    hadamard16(r.v, false);
+  }
   if constexpr (E::kRotationIsRounded) {
     RowUnit<E> result;
 #pragma unroll
@@ -400,5 +432,47 @@ __device__ __forceinline__ void clean(FloatUnit& u) {
 #pragma unroll
   for (int k = 0; k < 16; ++k) u.v[k] = is_finite(u.v[k]) ? u.v[k] : 0.0f;
 }
+
+// In place.
+template <class E>
+__device__ __forceinline__ void drop_signs(RowUnit<E>& u) {
+#pragma unroll
+  for (int k = 0; k < 8; ++k) u.p[k] = E::abs(u.p[k]);
+}
+__device__ __forceinline__ void drop_signs(FloatUnit& u) {
+#pragma unroll
+  for (int k = 0; k < 16; ++k) u.v[k] = fabsf(u.v[k]);
+}
+
+// A unit after the rotation, non-finite values taken out.
+template <class E>
+struct Rotated {
+  typename RotatedUnit<E>::Type magnitudes;
+  uint2 signs;
+  uint32_t amax;  // FP32 bits
+  bool is_bad;    // there were non-finite values
+
+  template <class Unit>
+  __device__ __forceinline__ explicit Rotated(const Unit& u) : is_bad(false) {
+    constexpr bool kFast = E::kDtype == Dtype::bf16;
+    take(rotate<E, kFast>(u));
+    if (amax < (kFast ? kHadamardSafe : kExponentMask)) return;
+    take(rotate<E, false>(u));
+    is_bad = dfg::is_bad(amax);
+    if (is_bad) {
+      auto cleaned = rotate<E, false>(u);
+      clean(cleaned);
+      take(cleaned);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void take(const typename RotatedUnit<E>::Type& rotated) {
+    magnitudes = rotated;
+    signs = signs_of(rotated);
+    drop_signs(magnitudes);
+    amax = max_of_magnitudes(magnitudes);
+  }
+};
 
 }  // namespace dfg
