@@ -1,13 +1,15 @@
 """Builds dist_finegrain: Python, and the extension dist_finegrain._C where it can be built.
 
-The extension has a CPU part (csrc/cpu) and a CUDA part (csrc/cuda); what is left out, and why, is
-kept in dist_finegrain/_build.json for dist_finegrain.build_info(). No GPU is needed. Read at build
-time only: DIST_FINEGRAIN_SKIP_CPU=1, DIST_FINEGRAIN_SKIP_CUDA=1, TORCH_CUDA_ARCH_LIST, CXX, and
+The extension has a CPU part (csrc/cpu), a CUDA part (csrc/cuda) and with it the cuBLASLt call
+(csrc/gemm), which needs that library's header only. What is left out, and why, is kept in
+dist_finegrain/_build.json for dist_finegrain.build_info(). No GPU is needed. Read at build time
+only: DIST_FINEGRAIN_SKIP_CPU=1, DIST_FINEGRAIN_SKIP_CUDA=1, TORCH_CUDA_ARCH_LIST, CXX, and
 MAX_JOBS. pyproject.toml holds the tools' settings.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -123,6 +125,24 @@ def plan_cuda() -> tuple[list[str], str]:
     return archs, "" if archs else f"no architecture is left: {'; '.join(notes)}"
 
 
+def plan_gemm() -> tuple[list[str], str]:
+    """(compiler flags, "") of the cuBLASLt call, or ([], why it is not built)."""
+    if not sources("csrc/gemm/*.cpp"):
+        return [], "csrc/gemm holds no sources"
+    spec = importlib.util.find_spec("nvidia")  # the wheels that torch's own depend on
+    wheels = [Path(place) for place in spec.submodule_search_locations or ()] if spec else []
+    toolkit = Path(cpp_extension.CUDA_HOME, "include")
+    folders = [toolkit, *sorted(folder for w in wheels for folder in w.glob("*/include"))]
+    headers = [folder / "cublasLt.h" for folder in folders if (folder / "cublasLt.h").is_file()]
+    if not headers:
+        return [], "cublasLt.h was not found in CUDA_HOME/include nor in an nvidia wheel"
+    if "CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F" not in headers[0].read_text(errors="replace"):
+        return [], "cublasLt.h is older than 12.9, whose block scales are needed"
+    # A wheel's folder has all of CUDA's headers: the toolkit's, which nvcc is of, come first.
+    found = headers[0].parent
+    return [] if found == toolkit else [f"-idirafter{found}"], ""
+
+
 def why_no_compiler() -> str:
     """Why no C++ can be compiled; "" when a compiler is there."""
     command = shlex.split(os.environ.get("CXX", "")) or ["c++"]
@@ -141,14 +161,18 @@ def plan_extension() -> tuple[Extension, dict]:
         reason = f"{no_torch}; {USE_NO_ISOLATION}"
     else:
         reason = why_no_compiler()
-    no_cpu, (archs, no_cuda) = why_no_cpu(), ([], "")
+    no_cpu, (archs, no_cuda), gemm_flags = why_no_cpu(), ([], ""), []
     if not reason:
         archs, no_cuda = plan_cuda()
+    no_gemm = "it needs the CUDA part, which is not built"
+    if not (reason or no_cuda):
+        gemm_flags, no_gemm = plan_gemm()
     record = {
         "torch": "" if torch is None else torch.__version__,
         "python": sysconfig.get_python_version(),
         "cpu": reason or no_cpu,
         "cuda": reason or no_cuda,
+        "gemm": reason or no_gemm,
         "archs": [name for arch in archs for name in arch_names(arch)],
     }
     if reason or (no_cpu and no_cuda):
@@ -167,6 +191,10 @@ def plan_extension() -> tuple[Extension, dict]:
         return cpp_extension.CppExtension(NAME, files, **arguments), record
     files += sources("csrc/cuda/*.cu")
     arguments["define_macros"].append(("DFG_WITH_CUDA", None))
+    if not no_gemm:
+        files += sources("csrc/gemm/*.cpp")
+        arguments["define_macros"].append(("DFG_WITH_GEMM", None))
+        arguments["extra_compile_args"]["cxx"] = [*CXX_FLAGS, *gemm_flags]
     flags = [flag for arch in archs for flag in gencode(arch)]
     arguments["extra_compile_args"]["nvcc"] = [*NVCC_FLAGS, f"--threads={len(archs)}", *flags]
     return cpp_extension.CUDAExtension(NAME, files, **arguments), record
@@ -217,7 +245,7 @@ def build_command(record: dict) -> type[build_ext]:
 
         def note_failure(self, error):
             reason = f"the build failed ({error}); python setup.py build_ext --inplace shows how"
-            for part in ("cpu", "cuda"):
+            for part in ("cpu", "cuda", "gemm"):
                 if not record[part]:
                     record[part] = reason
                     print(f"dist_finegrain: {part} kernels: {reason}", file=sys.stderr)

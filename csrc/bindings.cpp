@@ -16,6 +16,9 @@
 
 #include "cpu/kernels.h"
 #endif
+#ifdef DFG_WITH_GEMM
+#include "gemm/lt.h"
+#endif
 
 TORCH_LIBRARY(dist_finegrain, m) {
   m.def(
@@ -31,6 +34,9 @@ TORCH_LIBRARY(dist_finegrain, m) {
   m.def(
       "update_delayed(Tensor(a!)[] scales, Tensor(b!)[] histories, Tensor(c!)[] pendings, "
       "Tensor table) -> ()");
+  m.def(
+      "gemm(Tensor a, Tensor b, int a_options, int b_options, Tensor? a_scales, Tensor? b_scales, "
+      "Tensor? alpha, Tensor? bias, Tensor(a!) out, bool accumulate, bool fast) -> ()");
 }
 
 namespace dfg {
@@ -94,6 +100,20 @@ TORCH_LIBRARY_IMPL(dist_finegrain, CPU, m) { register_not_built(m); }
 #ifndef DFG_WITH_CUDA
 TORCH_LIBRARY_IMPL(dist_finegrain, CUDA, m) { register_not_built(m); }
 #endif
+#ifndef DFG_WITH_GEMM
+TORCH_LIBRARY_IMPL(dist_finegrain, CUDA, m) {
+  m.impl("gemm", torch::CppFunction::makeFromBoxedFunction<&not_built>());
+}
+#endif
+
+// Why cuBLASLt cannot be used in this process; "" where it can. Asked by extension.py.
+std::string why_no_gemm() {
+#ifdef DFG_WITH_GEMM
+  return why_no_cublaslt();
+#else
+  return "the cuBLASLt part is not built";
+#endif
+}
 
 const char* variant() {
 #ifdef DFG_WITH_CPU
@@ -117,6 +137,7 @@ void choose_variant([[maybe_unused]] const std::string& name) {
 PYBIND11_MODULE(_C, m) {
   m.attr("ABI") = dfg::kAbi;
   m.doc() = "Registers torch.ops.dist_finegrain; dist_finegrain.extension is its Python face.";
+  m.def("why_no_gemm", &dfg::why_no_gemm, "Why cuBLASLt cannot be used here; empty if it can.");
   m.def("cpu_variant", &dfg::variant, "Instruction set that the CPU kernels run with.");
   m.def("choose_cpu_variant", &dfg::choose_variant, pybind11::arg("name"),
         "For tests: run with this instruction set, \"\" for the best that the processor has.");

@@ -10,8 +10,9 @@
 
 namespace dfg {
 
-// Of the operators: raised, with that of extension.py, when a schema or the meaning of an option changes.
-constexpr int kAbi = 2;
+// Of the operators: raised, with that of extension.py, when a schema or the meaning of an option
+// changes.
+constexpr int kAbi = 3;
 
 using OptionalTensor = std::optional<at::Tensor>;
 
@@ -46,6 +47,14 @@ using OptionalTensor = std::optional<at::Tensor>;
 #define DFG_UPDATE_PARAMETERS \
   at::TensorList scales, at::TensorList histories, at::TensorList pendings, const at::Tensor &table
 #define DFG_UPDATE_ARGUMENTS scales, histories, pendings, table
+
+// Options of an operand are packed as ops/lt.py does: element | scale mode << 4 (gemm/lt.h).
+#define DFG_GEMM_PARAMETERS                                                                        \
+  const at::Tensor &a, const at::Tensor &b, int64_t a_options, int64_t b_options,                  \
+      const OptionalTensor &a_scales, const OptionalTensor &b_scales, const OptionalTensor &alpha, \
+      const OptionalTensor &bias, const at::Tensor &out, bool accumulate, bool fast
+#define DFG_GEMM_ARGUMENTS \
+  a, b, a_options, b_options, a_scales, b_scales, alpha, bias, out, accumulate, fast
 
 // Checked arguments; ValueError or TypeError names the argument, what was got and what is accepted.
 CastArgs cast_args(DFG_CAST_PARAMETERS);

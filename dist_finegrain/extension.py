@@ -19,8 +19,8 @@ import torch
 _RECORD = Path(__file__).with_name("_build.json")  # written by setup.py
 _REBUILD = "build it with: pip install --no-build-isolation -e ."
 _OLDEST_SM = 90
-_ABI = 2  # that of csrc/bindings.h
-_OPERATORS = ("cast", "measure", "decode", "update_delayed")
+_ABI = 3  # that of csrc/bindings.h
+_OPERATORS = ("cast", "measure", "decode", "update_delayed", "gemm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,8 @@ class BuildInfo:
     cpu: instruction set of the CPU kernels ("avx512", "avx2" or "generic"), "" without them.
     cuda: what the CUDA kernels were compiled for, e.g. ("sm_90a", "sm_100a"), () without them.
     torch: the version that they were built against, "" if never built.
-    cpu_reason, cuda_reason: why that part is missing, "" where it is there.
+    cpu_reason, cuda_reason, gemm_reason (the cuBLASLt call): why that part is missing, "" where it
+    is there.
     """
 
     cpu: str
@@ -38,11 +39,13 @@ class BuildInfo:
     torch: str
     cpu_reason: str
     cuda_reason: str
+    gemm_reason: str = ""
 
     def __str__(self) -> str:
         lines = [
             f"CPU kernels: {self.cpu or f'none, {self.cpu_reason}'}",
             f"CUDA kernels: {', '.join(self.cuda) or f'none, {self.cuda_reason}'}",
+            f"cuBLASLt call: {f'none, {self.gemm_reason}' if self.gemm_reason else 'built'}",
         ]
         return "\n".join(lines + [f"built against torch {self.torch}"] * bool(self.torch))
 
@@ -95,17 +98,17 @@ def _runs_on(name: str, capability: tuple[int, int]) -> bool:
 
 
 def _missing(reason: str, built_against: str = "") -> BuildInfo:
-    return BuildInfo("", (), built_against, reason, reason)
+    return BuildInfo("", (), built_against, reason, reason, reason)
 
 
 def _load(record: Path = _RECORD) -> BuildInfo:
     try:
         built = json.loads(record.read_text())
-        built = {key: built[key] for key in ("python", "torch", "cpu", "cuda", "archs")}
+        built = {key: built[key] for key in ("python", "torch", "cpu", "cuda", "gemm", "archs")}
     except (OSError, ValueError, KeyError, TypeError):
         return _missing(f"not built; {_REBUILD}")
     if built["cpu"] and built["cuda"]:
-        return BuildInfo("", (), "", built["cpu"], built["cuda"])
+        return BuildInfo("", (), "", built["cpu"], built["cuda"], built["gemm"])
     here = {"python": sysconfig.get_python_version(), "torch": torch.__version__}
     for what, version in here.items():
         if built[what] != version:
@@ -117,11 +120,13 @@ def _load(record: Path = _RECORD) -> BuildInfo:
         if getattr(module, "ABI", 0) != _ABI:
             return _missing(f"built from another version of csrc; {_REBUILD}", built["torch"])
         variant = module.cpu_variant()
+        gemm_reason = built["gemm"] or module.why_no_gemm()
     except (ImportError, OSError, RuntimeError) as error:
         return _missing(f"dist_finegrain._C cannot be loaded ({error}); {_REBUILD}", built["torch"])
     for name in _OPERATORS:
         torch.library.register_fake(f"dist_finegrain::{name}", _writes_its_arguments)
-    return BuildInfo(variant, tuple(built["archs"]), built["torch"], built["cpu"], built["cuda"])
+    reasons = (built["cpu"], built["cuda"], gemm_reason)
+    return BuildInfo(variant, tuple(built["archs"]), built["torch"], *reasons)
 
 
 def _writes_its_arguments(*args, **kwargs) -> None:

@@ -137,9 +137,13 @@ def test_either_part_can_be_skipped(script, monkeypatch):
     monkeypatch.setenv("DIST_FINEGRAIN_SKIP_CPU", "1")
     made, record = script.plan_extension()
     assert record["cpu"] == "DIST_FINEGRAIN_SKIP_CPU was set" and not made.sources
+    assert record["gemm"] == "it needs the CUDA part, which is not built"
     monkeypatch.setattr(script, "plan_cuda", lambda: (["9.0a"], ""))
+    monkeypatch.setattr(script, "plan_gemm", lambda: ([], "no cublasLt.h"))
     monkeypatch.setattr(script.cpp_extension, "CUDAExtension", script.Extension)
     made, record = script.plan_extension()
+    assert record["gemm"] == "no cublasLt.h" and ("DFG_WITH_GEMM", None) not in made.define_macros
+    assert not any(source.startswith("csrc/gemm/") for source in made.sources)
     assert record["archs"] == ["sm_90a"] and ("DFG_WITH_CUDA", None) in made.define_macros
     assert not any(source.startswith("csrc/cpu/") for source in made.sources)
     flags = made.extra_compile_args["nvcc"]
@@ -147,11 +151,42 @@ def test_either_part_can_be_skipped(script, monkeypatch):
     assert not any("fast" in flag for flag in flags + made.extra_compile_args["cxx"])
 
 
+def test_the_cublaslt_call_needs_a_header_of_12_9_or_newer(script, monkeypatch, tmp_path):
+    """Of the toolkit first; that of a wheel comes after every other folder, for C++ only."""
+    wheels = tmp_path / "nvidia"
+    spec = types.SimpleNamespace(submodule_search_locations=[str(wheels)])
+    monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(script.cpp_extension, "CUDA_HOME", str(tmp_path / "cuda"))
+    assert script.plan_gemm()[1].startswith("cublasLt.h was not found in CUDA_HOME/include nor")
+    new = "CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F = 5,"
+    for folder, flags in (
+        (wheels / "cu13/include", [f"-idirafter{wheels / 'cu13/include'}"]),
+        (tmp_path / "cuda/include", []),
+    ):
+        folder.mkdir(parents=True)
+        (folder / "cublasLt.h").write_text("CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F = 0,")
+        assert script.plan_gemm() == (
+            [],
+            "cublasLt.h is older than 12.9, whose block scales are needed",
+        )
+        (folder / "cublasLt.h").write_text(new)
+        assert script.plan_gemm() == (flags, "")
+    monkeypatch.setattr(script, "plan_cuda", lambda: (["9.0a"], ""))
+    monkeypatch.setattr(script, "plan_gemm", lambda: (["-idirafter/wheel"], ""))
+    monkeypatch.setattr(script.cpp_extension, "CUDAExtension", script.Extension)
+    made, record = script.plan_extension()
+    assert record["gemm"] == "" and ("DFG_WITH_GEMM", None) in made.define_macros
+    assert "-idirafter/wheel" in made.extra_compile_args["cxx"]
+    assert "-idirafter/wheel" not in made.extra_compile_args["nvcc"]
+    assert "csrc/gemm/lt.cpp" in made.sources
+
+
 def test_without_torch_or_compiler_the_package_is_plain_python(script, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -v")
     made, record = script.plan_extension()
     assert not made.sources and made.optional
-    assert record["cpu"] == record["cuda"] == "no C++ compiler: no-such-compiler was not found"
+    reason = "no C++ compiler: no-such-compiler was not found"
+    assert record["cpu"] == record["cuda"] == record["gemm"] == reason
     monkeypatch.setattr(script, "torch", None)
     monkeypatch.setattr(script, "no_torch", "torch is not importable at build time", raising=False)
     made, record = script.plan_extension()
@@ -178,7 +213,14 @@ def test_failed_compile_installs_without_the_extension(tmp_path):
 
 def record(tmp_path, **changes):
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    built = {"torch": torch.__version__, "python": python, "cpu": "", "cuda": "", "archs": []}
+    built = {
+        "torch": torch.__version__,
+        "python": python,
+        "cpu": "",
+        "cuda": "",
+        "gemm": "",
+        "archs": [],
+    }
     path = tmp_path / "_build.json"
     path.write_text(json.dumps({**built, **changes}))
     return path
@@ -188,16 +230,20 @@ def test_info_says_why_nothing_can_be_used(tmp_path, monkeypatch):
     """Bug case 38: extension trouble is one message with cause and build command."""
     missing = extension._load(tmp_path / "none.json")
     assert missing.cpu == "" and missing.cuda == () and missing.torch == ""
-    assert missing.cpu_reason == missing.cuda_reason
+    assert missing.cpu_reason == missing.cuda_reason == missing.gemm_reason
     assert missing.cpu_reason.startswith("not built; build it with: pip install")
 
     for text in ("{}", "[]", '{"cpu": ""}', "no json"):
         (tmp_path / "odd.json").write_text(text)
         assert extension._load(tmp_path / "odd.json") == missing
 
-    skipped = extension._load(record(tmp_path, cpu="first reason", cuda="second reason"))
+    reasons = {"cpu": "first reason", "cuda": "second reason", "gemm": "third reason"}
+    skipped = extension._load(record(tmp_path, **reasons))
     assert (skipped.cpu_reason, skipped.cuda_reason) == ("first reason", "second reason")
-    assert str(skipped) == "CPU kernels: none, first reason\nCUDA kernels: none, second reason"
+    assert str(skipped) == (
+        "CPU kernels: none, first reason\nCUDA kernels: none, second reason\n"
+        "cuBLASLt call: none, third reason"
+    )
 
     def refuse(name):
         raise AssertionError("must not be loaded")
@@ -211,6 +257,7 @@ def test_info_says_why_nothing_can_be_used(tmp_path, monkeypatch):
 
     monkeypatch.setattr(importlib, "import_module", lambda name: types.SimpleNamespace(ABI=0))
     older = extension._load(record(tmp_path))
+    assert "another version of csrc" in older.gemm_reason
     assert "another version of csrc" in older.cpu_reason and "pip install" in older.cuda_reason
 
     def undefined_symbol(name):
@@ -219,6 +266,20 @@ def test_info_says_why_nothing_can_be_used(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib, "import_module", undefined_symbol)
     broken = extension._load(record(tmp_path))
     assert "undefined symbol" in broken.cpu_reason and "pip install" in broken.cpu_reason
+
+
+def test_a_library_that_cannot_be_loaded_is_the_reason(tmp_path, monkeypatch):
+    """The header was there at build time, libcublasLt is not now; the other parts still run."""
+    module = types.SimpleNamespace(
+        ABI=extension._ABI, cpu_variant=lambda: "avx2", why_no_gemm=lambda: "no libcublasLt.so.13"
+    )
+    monkeypatch.setattr(importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(torch.library, "register_fake", lambda *_: None)
+    info = extension._load(record(tmp_path, archs=["sm_90a"]))
+    assert (info.cpu, info.cuda, info.gemm_reason) == ("avx2", ("sm_90a",), "no libcublasLt.so.13")
+    module.why_no_gemm = lambda: ""
+    assert extension._load(record(tmp_path)).gemm_reason == ""
+    assert str(extension._load(record(tmp_path))).splitlines()[2] == "cuBLASLt call: built"
 
 
 def test_info_of_this_installation_is_consistent():

@@ -99,10 +99,15 @@ class LinearCall:
         """Run casts that feed one GEMM pair, with one reduction over the scale group."""
         run_casts(jobs, functools.partial(collectives.reduce_max_together, group=self.group))
 
-    def run(self, name: str, a: Plane, b: Plane, dtype: torch.dtype, bias=None) -> torch.Tensor:
-        """One GEMM with the kernel and accumulation that the recipe resolved to."""
+    def run(
+        self, name: str, a: Plane, b: Plane, dtype: torch.dtype, bias=None, **into
+    ) -> torch.Tensor:
+        """One GEMM with the kernel and accumulation that the recipe resolved to.
+
+        into: ``out`` and ``accumulate`` of ``gemm``.
+        """
         kernel, fast = self.binding.kernels[name], self.binding.is_fast(name)
-        return gemm(kernel, name, a, b, dtype, bias=bias, fast=fast)
+        return gemm(kernel, name, a, b, dtype, bias=bias, fast=fast, **into)
 
     def sum_over_ranks(self, partial: torch.Tensor) -> torch.Tensor:
         """Sum of the ranks' partial products; under sequence parallelism this rank's rows of it."""
@@ -205,11 +210,16 @@ def _weight_gradient(call: LinearCall, dy_col: Plane, x_col: Plane, dtype: torch
 
     def into_main_grad() -> torch.Tensor | None:
         parameter = call.parameter
-        gradient = call.run("wgrad", dy_col, x_col, parameter.main_grad.dtype)
-        if getattr(parameter, "overwrite_main_grad", False):
-            parameter.main_grad.copy_(gradient)
+        main_grad, overwrites = (
+            parameter.main_grad,
+            getattr(parameter, "overwrite_main_grad", False),
+        )
+        if main_grad.is_contiguous() and main_grad.dtype in (torch.float32, torch.bfloat16):
+            into = {"out": main_grad, "accumulate": not overwrites}
+            call.run("wgrad", dy_col, x_col, main_grad.dtype, **into)
         else:
-            parameter.main_grad.add_(gradient)
+            gradient = call.run("wgrad", dy_col, x_col, main_grad.dtype)
+            main_grad.copy_(gradient) if overwrites else main_grad.add_(gradient)
         if not hasattr(parameter, "grad_added_to_main_grad"):
             return None
         # Megatron's hook expects some gradient and then ignores it, or adds zeros.

@@ -12,13 +12,14 @@ from collections.abc import Callable
 
 import torch
 
+from ..extension import build_info
 from ..formats.float8 import Float8DelayedFormat, Float8RowFormat, Float8TensorFormat
 from ..formats.float8_block import Float8BlockFormat
 from ..formats.mxfp8 import MXFP8Format
 from ..formats.nvfp4 import NVFP4Format
 from ..formats.plane import Format, Plane
 from ..formats.swizzle import with_swizzled_scales
-from . import native
+from . import lt, native
 from .matmul import emulated_gemm, emulation_note, identity_gemm
 
 DEVICES = ("cpu", "sm_90", "sm_100")
@@ -50,25 +51,35 @@ class PairRefused(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class _Native:
-    """A native kernel, its limits (devices, elements, multiple of K and N) and what it has."""
+    """A native kernel, its limits (devices, elements, multiple of K and N) and what it has.
 
-    name: str
-    run: Callable[..., torch.Tensor]
+    function: its name in lt.py, and in native.py where the cuBLASLt call is not built.
+    """
+
+    kind: str
+    function: str
     devices: tuple[str, ...]
     multiple: int = 16
     e4m3_only: bool = False
     has_fast: bool = False
     swizzled: bool = False
 
+    @property
+    def name(self) -> str:
+        """What plan() shows: which of the two is used in this process, and for which scales."""
+        return f"{'scaled_mm' if build_info().gemm_reason else 'cublasLt'} {self.kind}"
+
+    def run(self, a: Plane, *arguments) -> torch.Tensor:
+        backend = native if lt.available(a.codes.device) else lt
+        return getattr(backend, self.function)(a, *arguments)
+
 
 _IDENTITY = Kernel("mm", "native", identity_gemm)
-_TENSOR = _Native("scaled_mm tensorwise", native.tensorwise, ("sm_90", "sm_100"), has_fast=True)
-_ROW = _Native("scaled_mm rowwise", native.rowwise, ("sm_90", "sm_100"), has_fast=True)
-_BLOCK = _Native("scaled_mm 128-block", native.block, ("sm_90",), e4m3_only=True)
-_MXFP8 = _Native(
-    "scaled_mm mxfp8", native.mxfp8, ("sm_100",), multiple=32, e4m3_only=True, swizzled=True
-)
-_NVFP4 = _Native("scaled_mm nvfp4", native.nvfp4, ("sm_100",), multiple=32, swizzled=True)
+_TENSOR = _Native("tensorwise", "tensorwise", ("sm_90", "sm_100"), has_fast=True)
+_ROW = _Native("rowwise", "rowwise", ("sm_90", "sm_100"), has_fast=True)
+_BLOCK = _Native("128-block", "block", ("sm_90",), e4m3_only=True)
+_MXFP8 = _Native("mxfp8", "mxfp8", ("sm_100",), multiple=32, e4m3_only=True, swizzled=True)
+_NVFP4 = _Native("nvfp4", "nvfp4", ("sm_100",), multiple=32, swizzled=True)
 
 NATIVE: dict[tuple[str, str], _Native] = {
     ("tensor", "tensor"): _TENSOR,
@@ -182,7 +193,7 @@ def _why_not_native(a: Format, b: Format, device: str, k: int, n: int) -> str:
 
 
 def _native_on(device: str) -> str:
-    names = sorted({k.name.split(" ", 1)[1] for k in NATIVE.values() if device in k.devices})
+    names = sorted({k.kind for k in NATIVE.values() if device in k.devices})
     if not names:
         return f"IdentityQuantizer, the only native format on {device}"
     return f"a format that is native on {device}: {', '.join(names)}, or IdentityQuantizer"
@@ -210,13 +221,42 @@ def gemm(
     *,
     bias: torch.Tensor | None = None,
     fast: bool = False,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
 ) -> torch.Tensor:
     """A · Bᵀ (+ bias [S]) of planes A [R, C] and B [S, C]: [R, S] in ``out_dtype``.
 
     name: "fprop", "dgrad" or "wgrad", for the counts; fast: fast accumulation where there is one.
+    out: [R, S] of ``out_dtype``, written and returned, nothing beyond it; accumulate: what it held
+    is added in FP32 before the only rounding, else it is not read. Raises ValueError for an ``out``
+    that does not fit.
     """
+    if out is not None or accumulate:
+        _check_out(a, b, out_dtype, out)
     _counts[name, a.format.describe(), b.format.describe()] += 1
     if 0 in (a.shape[0], a.shape[1], b.shape[0]):
-        result = torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.parts[0].device)
-        return result if bias is None else result + bias.to(out_dtype)
-    return kernel.run(a, b, out_dtype, bias, fast and kernel.has_fast)
+        return _gemm_of_nothing(a, b, out_dtype, bias, out, accumulate)
+    return kernel.run(a, b, out_dtype, bias, fast and kernel.has_fast, out, accumulate)
+
+
+def _check_out(a: Plane, b: Plane, out_dtype: torch.dtype, out: torch.Tensor | None) -> None:
+    shape, device = (a.shape[0], b.shape[0]), a.parts[0].device
+    if out is None:
+        raise ValueError(
+            "accumulate is True and out is None; accepted: the tensor to add to, "
+            "e.g. out=weight.main_grad"
+        )
+    if out.shape != shape or out.dtype != out_dtype or out.device != device:
+        raise ValueError(
+            f"out is {out.dtype} {tuple(out.shape)} on {out.device}; accepted: {out_dtype} {shape} "
+            f"on {device}, e.g. torch.empty({shape[0]}, {shape[1]}, dtype={out_dtype})"
+        )
+
+
+def _gemm_of_nothing(a, b, out_dtype, bias, out, accumulate) -> torch.Tensor:
+    """The sum of no products: zeros, or what ``out`` held; plus the bias."""
+    if out is None:
+        out = torch.zeros(a.shape[0], b.shape[0], dtype=out_dtype, device=a.parts[0].device)
+    elif not accumulate:
+        out.zero_()
+    return out if bias is None else out.copy_(out.float() + bias.float())

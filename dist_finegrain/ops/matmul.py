@@ -5,6 +5,7 @@ Legend: A [R, C], B [S, C], result [R, S].
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import torch
@@ -12,20 +13,41 @@ import torch
 from ..formats import fused
 from ..formats.float8_block import Float8BlockFormat
 from ..formats.plane import Format, Plane, saturating_to
+from . import lt
+from .lt import deliver
 
 
 def identity_gemm(
-    a: Plane, b: Plane, out_dtype: torch.dtype, bias: torch.Tensor | None, fast: bool
+    a: Plane,
+    b: Plane,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    fast: bool,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
 ) -> torch.Tensor:
     """The product of two Identity planes; bit-equal to torch.nn.Linear's where dtypes agree."""
     left, right = a.codes, b.codes
     if left.dtype == out_dtype:
-        return torch.nn.functional.linear(left, right, bias)
-    return _finish(_product_fp32(left, right), bias, out_dtype)
+        if out is not None and bias is None and left.is_cuda:
+            if accumulate:
+                return torch.addmm(out, left, right.t(), out=out)
+            return torch.mm(left, right.t(), out=out)
+        if not accumulate or out_dtype == torch.float32:
+            return deliver(torch.nn.functional.linear(left, right, bias), out, accumulate)
+    elif left.dtype != torch.float32 and not lt.available(left.device):
+        return lt.high_precision(left, right, out_dtype, bias, out, accumulate)
+    return _finish(_product_fp32(left, right), bias, out_dtype, out, accumulate)
 
 
 def emulated_gemm(
-    a: Plane, b: Plane, out_dtype: torch.dtype, bias: torch.Tensor | None, fast: bool
+    a: Plane,
+    b: Plane,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None,
+    fast: bool,
+    out: torch.Tensor | None = None,
+    accumulate: bool = False,
 ) -> torch.Tensor:
     """Decode without the outer scales, multiply with FP32 accumulation, scale, one rounding.
 
@@ -35,8 +57,16 @@ def emulated_gemm(
     dtype = torch.float32
     if a.codes.is_cuda and _exact_in_bf16(a.format) and _exact_in_bf16(b.format):
         dtype = torch.bfloat16
-    product = _product_fp32(_decoded(a, dtype), _decoded(b, dtype))
-    return _finish(_with_outer_scales(product, a, b), bias, out_dtype)
+    left, right = _decoded(a, dtype), _decoded(b, dtype)
+    if dtype == torch.bfloat16 and not lt.available(left.device):
+        outer = [p.outer for p in (a, b) if p.outer is not None]
+        if all(scale.numel() == 1 for scale in outer):
+            alpha = functools.reduce(torch.mul, outer) if outer else None
+            return lt.high_precision(left, right, out_dtype, bias, out, accumulate, alpha=alpha)
+        product = lt.high_precision(left, right, torch.float32)
+    else:
+        product = _product_fp32(left, right)
+    return _finish(_with_outer_scales(product, a, b), bias, out_dtype, out, accumulate)
 
 
 def _decoded(plane: Plane, dtype: torch.dtype) -> torch.Tensor:
@@ -70,10 +100,17 @@ def _with_outer_scales(product: torch.Tensor, a: Plane, b: Plane) -> torch.Tenso
     return product
 
 
-def _finish(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def _finish(
+    product: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    out: torch.Tensor | None,
+    accumulate: bool,
+) -> torch.Tensor:
+    """Adds bias and what ``out`` held in FP32; one rounding to ``dtype``, which ``out`` has."""
     if bias is not None:
         product = product.add_(bias.float())
-    return product.to(dtype)
+    return product.to(dtype) if out is None else deliver(product, out, accumulate)
 
 
 def _product_fp32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

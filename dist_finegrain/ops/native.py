@@ -1,7 +1,8 @@
 """torch's native low-precision GEMMs behind the plane interface, one function per operand pair.
 
-Every function takes planes A [R, C] and B [S, C] with codes of whole rows, runs on the Rp stored
-rows and returns a view of the first R (and S). Scale layouts are torch.nn.functional.scaled_mm's;
+Used where the cuBLASLt call (lt.py) is not built, and to check it. Every function takes planes
+A [R, C] and B [S, C] with codes of whole rows, runs on the Rp stored rows and returns a view of the
+first R (and S), or puts that into ``out``. Scale layouts are torch.nn.functional.scaled_mm's;
 the sm_100 functions are checked against its documented layouts and were not run on hardware.
 """
 
@@ -12,6 +13,7 @@ from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from ..formats.plane import Plane
 from ..formats.swizzle import swizzle_128x4
+from .lt import deliver, per_row
 
 _TORCH_ELEMENT = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -20,8 +22,13 @@ def _codes(plane: Plane) -> torch.Tensor:
     return plane.codes.view(_TORCH_ELEMENT[plane.format.element])
 
 
-def _call(a, b, left, right, out_dtype, bias, *, fast=False, **scales) -> torch.Tensor:
-    """scaled_mm of A and Bᵀ; a bias that the kernel cannot add in its epilogue is added in FP32."""
+def _call(
+    a, b, left, right, out_dtype, bias, out, accumulate, *, fast=False, **scales
+) -> torch.Tensor:
+    """scaled_mm of A and Bᵀ; what its epilogue cannot add (a bias, ``out``) is added in FP32."""
+    if accumulate:
+        product = _call(a, b, left, right, torch.float32, bias, None, False, fast=fast, **scales)
+        return deliver(product, out, True)
     in_epilogue = bias is not None and out_dtype != torch.float32 and bias.dtype == out_dtype
     epilogue = None
     if in_epilogue:
@@ -35,36 +42,38 @@ def _call(a, b, left, right, out_dtype, bias, *, fast=False, **scales) -> torch.
         use_fast_accum=fast,
         **scales,
     )[: a.shape[0], : b.shape[0]]
-    return (result + bias.float()).to(out_dtype) if add_after else result
+    result = (result + bias.float()).to(out_dtype) if add_after else result
+    return deliver(result, out, False)
 
 
-def tensorwise(a: Plane, b: Plane, out_dtype, bias, fast: bool) -> torch.Tensor:
+def tensorwise(
+    a: Plane, b: Plane, out_dtype, bias, fast: bool, out=None, accumulate: bool = False
+) -> torch.Tensor:
     """One FP32 decode scale per operand."""
     return _call(
-        a, b, _codes(a), _codes(b), out_dtype, bias, fast=fast,
+        a, b, _codes(a), _codes(b), out_dtype, bias, out, accumulate, fast=fast,
         scale_a=a.outer, scale_recipe_a=ScalingType.TensorWise,
         scale_b=b.outer, scale_recipe_b=ScalingType.TensorWise,
     )  # fmt: skip
 
 
-def rowwise(a: Plane, b: Plane, out_dtype, bias, fast: bool) -> torch.Tensor:
+def rowwise(
+    a: Plane, b: Plane, out_dtype, bias, fast: bool, out=None, accumulate: bool = False
+) -> torch.Tensor:
     """FP32 decode scales [Rp, 1] and [1, Sp]; a per-tensor operand repeats its scale."""
     return _call(
-        a, b, _codes(a), _codes(b), out_dtype, bias, fast=fast,
-        scale_a=_per_row(a)[:, None], scale_recipe_a=ScalingType.RowWise,
-        scale_b=_per_row(b)[None, :], scale_recipe_b=ScalingType.RowWise,
+        a, b, _codes(a), _codes(b), out_dtype, bias, out, accumulate, fast=fast,
+        scale_a=per_row(a)[:, None], scale_recipe_a=ScalingType.RowWise,
+        scale_b=per_row(b)[None, :], scale_recipe_b=ScalingType.RowWise,
     )  # fmt: skip
 
 
-def _per_row(plane: Plane) -> torch.Tensor:
-    rows = plane.codes.shape[0]
-    return plane.outer if plane.outer.numel() == rows else plane.outer.expand(rows).contiguous()
-
-
-def block(a: Plane, b: Plane, out_dtype, bias, fast: bool) -> torch.Tensor:
+def block(
+    a: Plane, b: Plane, out_dtype, bias, fast: bool, out=None, accumulate: bool = False
+) -> torch.Tensor:
     """128-element blocks, 1×128 or 128×128, with FP32 scales."""
     return _call(
-        a, b, _codes(a), _codes(b), out_dtype, bias,
+        a, b, _codes(a), _codes(b), out_dtype, bias, out, accumulate,
         scale_a=_block_scales(a), scale_recipe_a=_block_recipe(a),
         scale_b=_block_scales(b), scale_recipe_b=_block_recipe(b),
     )  # fmt: skip
@@ -89,10 +98,12 @@ def _swizzled(plane: Plane, element: torch.dtype) -> torch.Tensor:
     return scales.view(element)
 
 
-def mxfp8(a: Plane, b: Plane, out_dtype, bias, fast: bool) -> torch.Tensor:
+def mxfp8(
+    a: Plane, b: Plane, out_dtype, bias, fast: bool, out=None, accumulate: bool = False
+) -> torch.Tensor:
     """E8M0 scales in 128×4-swizzled tiles (sm_100; not run on hardware)."""
     return _call(
-        a, b, _codes(a), _codes(b), out_dtype, bias,
+        a, b, _codes(a), _codes(b), out_dtype, bias, out, accumulate,
         scale_a=_swizzled(a, torch.float8_e8m0fnu),
         scale_recipe_a=ScalingType.BlockWise1x32, swizzle_a=SwizzleType.SWIZZLE_32_4_4,
         scale_b=_swizzled(b, torch.float8_e8m0fnu),
@@ -100,13 +111,15 @@ def mxfp8(a: Plane, b: Plane, out_dtype, bias, fast: bool) -> torch.Tensor:
     )  # fmt: skip
 
 
-def nvfp4(a: Plane, b: Plane, out_dtype, bias, fast: bool) -> torch.Tensor:
+def nvfp4(
+    a: Plane, b: Plane, out_dtype, bias, fast: bool, out=None, accumulate: bool = False
+) -> torch.Tensor:
     """E4M3 scales in 128×4-swizzled tiles, one FP32 g per operand (sm_100; not run on hardware)."""
     recipe = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
     swizzle = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
     left, right = (p.codes.view(torch.float4_e2m1fn_x2) for p in (a, b))
     return _call(
-        a, b, left, right, out_dtype, bias,
+        a, b, left, right, out_dtype, bias, out, accumulate,
         scale_a=[_swizzled(a, torch.float8_e4m3fn), a.outer],
         scale_recipe_a=recipe, swizzle_a=swizzle,
         scale_b=[_swizzled(b, torch.float8_e4m3fn), b.outer],

@@ -8,6 +8,7 @@ import torch
 import dist_finegrain as dfg
 from dist_finegrain import factories
 from dist_finegrain.formats import fused, fused_options
+from dist_finegrain.modules import linear_function
 from tests.modules.linear_cases import assert_equal, make, run
 from tests.recipes import ALL, PLAIN, emulated
 
@@ -141,6 +142,41 @@ def test_main_grad_adds_up_over_microbatches(name, flag):
         fused(x).sum().backward()
     error = (fused.weight.main_grad - plain.weight.grad.float()).norm()
     assert error < 2.0**-8 * plain.weight.grad.norm()
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_wgrad_is_computed_into_main_grad(name, dtype, overwrites, monkeypatch):
+    """gemm() gets main_grad itself as ``out``; the product is added in FP32 and rounded once."""
+    products, gemm = [], linear_function.gemm
+
+    def recording(kernel, gemm_name, *args, out=None, accumulate=False, **options):
+        if gemm_name == "wgrad":
+            products.append(gemm(kernel, gemm_name, *args[:2], torch.float32, **options))
+            assert out is module.weight.main_grad and accumulate != overwrites
+        return gemm(kernel, gemm_name, *args, out=out, accumulate=accumulate, **options)
+
+    monkeypatch.setattr(linear_function, "gemm", recording)
+    module = make(bias=False, fuse_wgrad_accumulation=True)
+    old = torch.randn(80, 96).to(dtype)
+    module.weight.main_grad = old.clone()
+    module.weight.overwrite_main_grad = overwrites
+    with dfg.autocast(recipe=emulated(ALL[name])):
+        module(torch.randn(16, 96)).sum().backward()
+    total = products[0] if overwrites else old.float() + products[0]
+    assert torch.equal(module.weight.main_grad, total.to(dtype)) and module.weight.grad is None
+
+
+def test_main_grad_of_other_layouts_is_added_to():
+    """A transposed one, or FP64: the product has main_grad's dtype, then it is added."""
+    x = torch.randn(16, 96)
+    wanted = run(make(bias=False), x, None)[2]
+    for old in (torch.ones(96, 80).t(), torch.ones(80, 96, dtype=torch.float64)):
+        module = make(bias=False, fuse_wgrad_accumulation=True)
+        module.weight.main_grad = old
+        module(x).sum().backward()
+        assert torch.allclose(old, 1 + wanted.to(old.dtype))
 
 
 @pytest.mark.parametrize("main_grad", ["missing", None, torch.zeros(1, 80, 96)])
