@@ -153,6 +153,9 @@ GemmArgs gemm_args(DFG_GEMM_PARAMETERS) {
   const int64_t k = set_operand("b", b, args.n, a, &args.b);
   TORCH_CHECK_VALUE(args.k == k && k > 0, "a contracts over ", args.k, " elements, b over ", k,
                     "; accepted: the same number, at least 1");
+  // The library has no such kernel, and its heuristic (13.1) does not survive being asked for one.
+  TORCH_CHECK_VALUE(args.a.mode != ScaleMode::block128 || args.b.mode != ScaleMode::block128,
+                    "a and b both have 128x128 scales; accepted: at least one with 1x128");
   set_scales("a", a_scales, a.size(0), k, a, &args.a);
   set_scales("b", b_scales, b.size(0), k, a, &args.b);
   // The library takes the stride of 1×128 scales to be the number of rows of the problem.

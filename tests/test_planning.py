@@ -69,13 +69,15 @@ def test_plan_asks_the_factory_but_runs_and_changes_nothing(name):
 def test_native_float8_on_hopper_and_block_on_blackwell():
     model = demo_model()
     for factory, kernel in (
-        (factories.current_scaling_factory, "scaled_mm tensorwise"),
-        (factories.row_scaling_factory, "scaled_mm rowwise"),
-        (factories.float8_block_scaling_factory, "scaled_mm 128-block"),
+        (factories.current_scaling_factory, "tensorwise"),
+        (factories.row_scaling_factory, "rowwise"),
+        (factories.float8_block_scaling_factory, "128-block"),
     ):
         recipe = dfg.CustomRecipe(factory, execution="native")
         result = dfg.plan(model, recipe, device="sm_90")
-        assert {r.kernel.removesuffix(", fast accumulation") for r in result.rows} == {kernel}
+        # Through cuBLASLt where that call is built, else through torch's scaled_mm.
+        kinds = {r.kernel.removesuffix(", fast accumulation").split()[1] for r in result.rows}
+        assert kinds == {kernel}
         is_fast = {r.gemm for r in result.rows if r.kernel.endswith("fast accumulation")}
         assert is_fast == (set() if "block" in kernel else {"fprop"}) and result.ok
     blackwell = dfg.plan(model, recipe, device="sm_100")

@@ -138,17 +138,6 @@ DFG_HD uint32_t smallest(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
-// Clamped to 0…1; not NaN.
-DFG_HD float saturate(float a) {
-#if defined(__CUDA_ARCH__)
-  return __saturatef(a);
-#else
-  const auto bits = static_cast<int32_t>(bits_of(a));
-  const int32_t positive = bits > 0 ? bits : 0;
-  return float_of(static_cast<uint32_t>(positive < 0x3F800000 ? positive : 0x3F800000));
-#endif
-}
-
 DFG_HD float magnitude(float a) { return float_of(bits_of(a) & 0x7FFFFFFFu); }
 DFG_HD bool is_finite(float a) { return (bits_of(a) & kExponentMask) != kExponentMask; }
 DFG_HD bool is_nan(float a) { return (bits_of(a) & 0x7FFFFFFFu) > kExponentMask; }

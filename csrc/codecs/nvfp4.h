@@ -1,8 +1,8 @@
 // NVFP4: E2M1 codes, an E4M3 byte b per 16 elements (or 16×16), an outer FP32 scale g.
 //
-//   S = min(2688 / amax, FLT_MAX), 1 for amax 0        b = E4M3(min(amax_blk · (S · (1/6)), FLT_MAX))
-//   m = min(1 / (float(b) · (1/S)), FLT_MAX)           code = E2M1(x · m)
-//   g = amax · (1/2688)                                decoded = e2m1 · (b · g)
+//   S = min(2688 / amax, FLT_MAX), 1 for amax 0        b = E4M3(min(amax_blk · (S · (1/6)),
+//   FLT_MAX)) m = min(1 / (float(b) · (1/S)), FLT_MAX)           code = E2M1(x · m) g = amax ·
+//   (1/2688)                                decoded = e2m1 · (b · g)
 #pragma once
 
 #include "fp8.h"
@@ -33,23 +33,22 @@ DFG_HD float nvfp4_multiplier(uint8_t byte, Nvfp4Global global) {
   return smaller(reciprocal(mul(fp8_decode<false>(byte), global.inverse)), kFltMax);
 }
 
-// Nearest-even E2M1 of a magnitude below 7 (so that 6 is the nearest above 5): the code in the low 21
-// bits; what lies above them is of no use.
+// Nearest-even E2M1 of a magnitude below 7 (so that 6 is the nearest above 5): the code in the low
+// 21 bits; what lies above them is of no use.
 //
-// Codes are 0.5 apart below 2, 1 apart below 4, 2 apart above: the code is the least of 2v, v + 2 and
-// v/2 + 4, each rounded to an integer, and ties to an even one. Half of each is rounded where 2^22 is
-// added, whose last mantissa bit is 0.5.
+// Codes are 0.5 apart below 2, 1 apart below 4, 2 apart above: the code is the least of 2v, v + 2
+// and v/2 + 4, each rounded to an integer, and ties to an even one. Half of each is rounded where
+// 2^22 is added, whose last mantissa bit is 0.5.
 DFG_HD uint32_t e2m1_nearest_low(float v) {
-  return smallest(bits_of(add(v, 4194304.0f)),
-                  bits_of(add_exact_product(v, 0.5f, 4194305.0f)),
+  return smallest(bits_of(add(v, 4194304.0f)), bits_of(add_exact_product(v, 0.5f, 4194305.0f)),
                   bits_of(add_exact_product(v, 0.25f, 4194306.0f)));
 }
 
-// Stochastic E2M1 of a magnitude below 8: the code in the top byte, 8 where it rounds up from 6; what
-// lies below is of no use. noise: 256·r + kStochasticNoise, r of 16 bits.
+// Stochastic E2M1 of a magnitude below 8: the code in the top byte, 8 where it rounds up from 6;
+// what lies below is of no use. noise: 256·r + kStochasticNoise, r of 16 bits.
 //
-// Below 1 codes are 0.5 apart: (v + 1)/2 has that spacing in its top mantissa bit, as v has above. The
-// top ten bits of either are the code plus 252; the others, the distance to the next code.
+// Below 1 codes are 0.5 apart: (v + 1)/2 has that spacing in its top mantissa bit, as v has above.
+// The top ten bits of either are the code plus 252; the others, the distance to the next code.
 constexpr uint32_t kStochasticNoise = 0x04000080u;  // half a step of r, and minus 252 (mod 256)
 DFG_HD uint32_t e2m1_stochastic_top(float v, uint32_t noise) {
   return bits_of(larger(v, add_exact_product(v, 0.5f, 0.5f))) * 4u + noise;

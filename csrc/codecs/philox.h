@@ -45,9 +45,8 @@ DFG_HD Words philox4x32(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint
 // 9E3779B1^(k+1) mod 2^32: what element k of a group of 16 is multiplied by in the content hash.
 DFG_HD uint32_t hash_factor(int k) {
   constexpr uint32_t kFactors[16] = {
-      0x9E3779B1u, 0xFFE6CC61u, 0xCC042811u, 0x1F76BCC1u,
-      0x8BC6BA71u, 0x5ECD5121u, 0x6364B0D1u, 0x4B180981u,
-      0xF0D38B31u, 0xA49465E1u, 0xB018C991u, 0x448FE641u,
+      0x9E3779B1u, 0xFFE6CC61u, 0xCC042811u, 0x1F76BCC1u, 0x8BC6BA71u, 0x5ECD5121u,
+      0x6364B0D1u, 0x4B180981u, 0xF0D38B31u, 0xA49465E1u, 0xB018C991u, 0x448FE641u,
       0x0149EBF1u, 0x43680AA1u, 0x6E8C7251u, 0x5E8A5301u,
   };
   return kFactors[k];

@@ -12,8 +12,10 @@ template <class E, class S, Keep kKeep, bool kStore = true>
 struct RowPhase {
   static __device__ __forceinline__ uint32_t run(const Target& target, const Place& place,
                                                  unsigned char* tile, const Parts& parts) {
-    if constexpr (S::kCodec == Codec::none) return 0;
-    else return row_phase<E, S, kKeep, kStore>(target, place, tile, parts);
+    if constexpr (S::kCodec == Codec::none)
+      return 0;
+    else
+      return row_phase<E, S, kKeep, kStore>(target, place, tile, parts);
   }
 };
 
@@ -43,7 +45,8 @@ struct RowPhase<E, AnySpec, kKeep, kStore> {
         return call_row_phase<E, Codec::mxfp8, kKeep, kStore>(target, place, tile, parts);
       case Codec::nvfp4:
         return call_row_phase<E, Codec::nvfp4, kKeep, kStore>(target, place, tile, parts);
-      default: return 0;
+      default:
+        return 0;
     }
   }
 };
@@ -52,8 +55,10 @@ template <class E, class S>
 struct ColumnPhase {
   static __device__ __forceinline__ uint32_t run(const Target& target, const Place& place,
                                                  const unsigned char* tile, const Parts& parts) {
-    if constexpr (S::kCodec == Codec::none) return 0;
-    else return column_phase<E, S>(target, place, tile, parts);
+    if constexpr (S::kCodec == Codec::none)
+      return 0;
+    else
+      return column_phase<E, S>(target, place, tile, parts);
   }
 };
 
@@ -71,11 +76,16 @@ struct ColumnPhase<E, AnySpec> {
   static __device__ __forceinline__ uint32_t run(const Target& target, const Place& place,
                                                  const unsigned char* tile, const Parts& parts) {
     switch (target.plane.options.codec) {
-      case Codec::float8: return call_column_phase<E, Codec::float8>(target, place, tile, parts);
-      case Codec::block: return call_column_phase<E, Codec::block>(target, place, tile, parts);
-      case Codec::mxfp8: return call_column_phase<E, Codec::mxfp8>(target, place, tile, parts);
-      case Codec::nvfp4: return call_column_phase<E, Codec::nvfp4>(target, place, tile, parts);
-      default: return 0;
+      case Codec::float8:
+        return call_column_phase<E, Codec::float8>(target, place, tile, parts);
+      case Codec::block:
+        return call_column_phase<E, Codec::block>(target, place, tile, parts);
+      case Codec::mxfp8:
+        return call_column_phase<E, Codec::mxfp8>(target, place, tile, parts);
+      case Codec::nvfp4:
+        return call_column_phase<E, Codec::nvfp4>(target, place, tile, parts);
+      default:
+        return 0;
     }
   }
 };
@@ -127,15 +137,16 @@ inline __device__ __noinline__ void clear_part(const Plane& p, int64_t row_begin
   }
 }
 
-// Zeros what the experts leave of both planes: 128 rows or columns at a time, in turn with the other
-// blocks behind the experts.
+// Zeros what the experts leave of both planes: 128 rows or columns at a time, in turn with the
+// other blocks behind the experts.
 __device__ __forceinline__ void clear_rest(const CastArgs& args, const Layout& l, int64_t x_column,
                                            const GroupSearch& search) {
   const int64_t first = (tile_of_block(l).down - search.all_tiles) * kTile;
   const int64_t step = (l.tiles_down - search.all_tiles) * kTile;
   const Plane &row = args.row, &column = args.column;
   if (column.options.codec != Codec::none) {
-    const int64_t row_end = min(x_column + kTile, column.stored_rows), end = column.stored_contraction;
+    const int64_t row_end = min(x_column + kTile, column.stored_rows),
+                  end = column.stored_contraction;
     for (int64_t at = search.all_parts + first; at < end; at += step) {
       clear_part(column, x_column, row_end, at, min(at + kTile, end));
     }
@@ -207,8 +218,8 @@ cudaError_t launch_tiles(Kernel kernel, const Args& args, const Layout& layout,
   if (tiles > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
   // More than 48 KiB must be asked for, on each device; it costs about a microsecond.
   if constexpr (kTileBytes<E> > 40 * 1024) {
-    const cudaError_t status = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTileBytes<E>);
+    const cudaError_t status =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTileBytes<E>);
     if (status != cudaSuccess) return status;
   }
   kernel<<<static_cast<unsigned>(tiles), kThreads, kTileBytes<E>, stream>>>(args, layout);

@@ -129,7 +129,9 @@ __device__ __forceinline__ uint2 shuffle_xor(uint2 w, int mask) {
 template <class E>
 struct RowUnit {
   typename E::Pair p[8];
-  __device__ __forceinline__ float at(int k) const { return k & 1 ? E::hi(p[k / 2]) : E::lo(p[k / 2]); }
+  __device__ __forceinline__ float at(int k) const {
+    return k & 1 ? E::hi(p[k / 2]) : E::lo(p[k / 2]);
+  }
 };
 
 // 16 consecutive elements along M of one of the two columns in 16 Pairs.
@@ -195,7 +197,6 @@ template <class E>
 __device__ __forceinline__ uint32_t any_max(const RowUnit<E>& unit) {
   return halves_max<E>(pairs_abs_max<E>(unit.p));
 }
-
 
 // As any_max, of a unit without signs.
 __device__ __forceinline__ uint32_t max_of_magnitudes(const FloatUnit& unit) {

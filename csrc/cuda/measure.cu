@@ -9,7 +9,7 @@ namespace {
 // Largest finite magnitude of a unit (FP32 bits), rotated first if asked (its signs are flipped).
 template <class E, class Unit>
 __device__ __forceinline__ uint32_t unit_amax(const Unit& u, bool rotates) {
-  if (rotates) return Rotated<E>(u).amax;
+  if (rotates) return Rotated<E, E::kDtype == Dtype::bf16>(u).amax;
   const uint32_t amax = any_max(u);
   return is_bad(amax) ? finite_max(u) : amax;
 }
@@ -104,7 +104,8 @@ cudaError_t measure_cuda(const MeasureArgs& args, cudaStream_t stream) {
   const bool row = is_wanted(args.row), column = is_wanted(args.column);
   if (args.groups.count == 0 && row && !column && args.row.options.rht == Rht::off) {
     const auto amax = args.row.options.row_scaled ? amax_rows_cuda : amax_tensor_cuda;
-    return amax(args.x, args.dtype, args.rows, args.columns, args.row_stride, args.row.amax, stream);
+    return amax(args.x, args.dtype, args.rows, args.columns, args.row_stride, args.row.amax,
+                stream);
   }
   if (args.groups.count == 0 && column && !row && !args.dequantized &&
       args.column.options.rht == Rht::off && !args.column.options.row_scaled) {
@@ -112,9 +113,12 @@ cudaError_t measure_cuda(const MeasureArgs& args, cudaStream_t stream) {
                             args.column.amax, stream);
   }
   switch (args.dtype) {
-    case Dtype::f32: return launch<Element<Dtype::f32>>(args, stream);
-    case Dtype::f16: return launch<Element<Dtype::f16>>(args, stream);
-    case Dtype::bf16: return launch<Element<Dtype::bf16>>(args, stream);
+    case Dtype::f32:
+      return launch<Element<Dtype::f32>>(args, stream);
+    case Dtype::f16:
+      return launch<Element<Dtype::f16>>(args, stream);
+    case Dtype::bf16:
+      return launch<Element<Dtype::bf16>>(args, stream);
   }
   return cudaErrorInvalidValue;
 }

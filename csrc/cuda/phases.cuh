@@ -50,12 +50,15 @@ __device__ __forceinline__ Encoded encode(const PlaneOptions& o, const Unit& u, 
   return e;
 }
 
-// As encode, of a unit that is rotated first (its signs are flipped); `recorded` is raised to its amax.
+// As encode, of a unit that is rotated first (its signs are flipped); `recorded` is raised to its
+// amax.
 template <class E, class S, class Unit>
 __device__ __forceinline__ Encoded encode_rotated(const PlaneOptions& o, const Unit& u,
                                                   const OuterScale& outer, const Draw& draw,
                                                   uint32_t& recorded) {
-  const Rotated<E> r(u);
+  // Beside stochastic rounding there are no registers left for the faster rotation.
+  constexpr bool kIsFast = E::kDtype == Dtype::bf16 && S::kIsNearest;
+  const Rotated<E, kIsFast> r(u);
   recorded = max(recorded, r.amax);
   return encode<E, S>(o, r.magnitudes, r.signs, r.amax, r.is_bad, outer, draw);
 }
@@ -151,12 +154,17 @@ __device__ __forceinline__ void store_tile_scale(const Target& target, int64_t r
 // The draw of units at a contraction index; row and content are still to be set.
 __device__ __forceinline__ Draw draw_at(const Target& target, int64_t position) {
   const int64_t j = position + target.plane.contraction_origin;
-  return {target.seed, target.plane.stream, target.step, static_cast<uint32_t>(j >> 3),
-          static_cast<uint32_t>(j & 7), 0, 0};
+  return {target.seed,
+          target.plane.stream,
+          target.step,
+          static_cast<uint32_t>(j >> 3),
+          static_cast<uint32_t>(j & 7),
+          0,
+          0};
 }
 
-// What a row phase leaves in the tile, for the column phase: X, the decoded values, or the codes (each
-// unit's in its first chunk).
+// What a row phase leaves in the tile, for the column phase: X, the decoded values, or the codes
+// (each unit's in its first chunk).
 enum class Keep { input, values, codes };
 
 // Whether zeros alone do not make the scale of a padding row zero.
@@ -252,8 +260,7 @@ __device__ __forceinline__ uint32_t row_phase(const Target& target, const Place&
     }
     RowUnit<E> cleaned = u;
     clean(cleaned);
-    const uint32_t finite =
-        halves_max<E>(over_block<E, S::kCodec>(pairs_abs_max<E>(cleaned.p)));
+    const uint32_t finite = halves_max<E>(over_block<E, S::kCodec>(pairs_abs_max<E>(cleaned.p)));
     Encoded e = encode_unit(step, cleaned, finite, is_bad(amax));
     if constexpr (!S::kIsNvfp4) mark_nonfinite(e.codes, u, S::e5m2(o));
     finish(step, e, false);
@@ -278,8 +285,8 @@ struct ColumnPair {
 template <class E, class S, int kHalf>
 __device__ __forceinline__ Encoded encode_column(const Target& target, const Place& place,
                                                  int column, const ColumnPair<E>& pair,
-                                                 const Parts& parts, Draw draw,
-                                                 OuterScale& outer, uint32_t& recorded) {
+                                                 const Parts& parts, Draw draw, OuterScale& outer,
+                                                 uint32_t& recorded) {
   const Plane& plane = target.plane;
   const PlaneOptions& o = plane.options;
   const int64_t plane_row = place.x_column + column;
@@ -396,8 +403,9 @@ __device__ __forceinline__ uint32_t column_phase(const Target& target, const Pla
       } else {
         finish(column, 0,
                encode_column<E, S, 0>(target, place, column, both, parts, draw, outer, recorded));
-        finish(column + 1, 1,
-               encode_column<E, S, 1>(target, place, column + 1, both, parts, draw, outer, recorded));
+        finish(
+            column + 1, 1,
+            encode_column<E, S, 1>(target, place, column + 1, both, parts, draw, outer, recorded));
       }
     } else {
       clean_pairs<E>(both.p);
@@ -405,8 +413,10 @@ __device__ __forceinline__ uint32_t column_phase(const Target& target, const Pla
       both.amax[0] = bits_of(E::lo(m));
       both.amax[1] = bits_of(E::hi(m));
       drop_pair_signs(both);
-      Encoded lo = encode_column<E, S, 0>(target, place, column, both, parts, draw, outer, recorded);
-      Encoded hi = encode_column<E, S, 1>(target, place, column + 1, both, parts, draw, outer, recorded);
+      Encoded lo =
+          encode_column<E, S, 0>(target, place, column, both, parts, draw, outer, recorded);
+      Encoded hi =
+          encode_column<E, S, 1>(target, place, column + 1, both, parts, draw, outer, recorded);
       if constexpr (!S::kIsNvfp4) {
         read_column_pairs<E>(tile, along(), pair, both.p);
         mark_nonfinite(lo.codes, ColumnUnit<E, 0>{both.p}, S::e5m2(o));

@@ -7,12 +7,12 @@ namespace dfg {
 
 // What placing needs to know of a launch; a plane that is not written has extent 0.
 struct Layout {
-  int64_t rows, columns;        // of X
-  int64_t row_stored;           // Rp of the row plane
-  int64_t column_stored;        // Cp of the column plane
-  int column_block;             // where an expert's part of the column plane may start
-  uint32_t tiles_across;        // along K
-  uint32_t tiles_down;          // along M: with experts, an upper bound
+  int64_t rows, columns;  // of X
+  int64_t row_stored;     // Rp of the row plane
+  int64_t column_stored;  // Cp of the column plane
+  int column_block;       // where an expert's part of the column plane may start
+  uint32_t tiles_across;  // along K
+  uint32_t tiles_down;    // along M: with experts, an upper bound
   Groups groups;
 };
 
@@ -28,10 +28,15 @@ inline Layout layout_of(int64_t rows, int64_t columns, const Plane& row, const P
   l.row_stored = row.options.codec == Codec::none ? 0 : row.stored_rows;
   l.column_stored = column.options.codec == Codec::none ? 0 : column.stored_contraction;
   switch (column.options.codec) {
-    case Codec::block: l.column_block = 128; break;
+    case Codec::block:
+      l.column_block = 128;
+      break;
     case Codec::mxfp8:
-    case Codec::nvfp4: l.column_block = 32; break;
-    default: l.column_block = 16;
+    case Codec::nvfp4:
+      l.column_block = 32;
+      break;
+    default:
+      l.column_block = 16;
   }
   l.tiles_across = static_cast<uint32_t>(ceil_div(columns, kTile));
   // Each expert may begin a tile of its own; one more, at least, clears what follows the last.
@@ -41,20 +46,14 @@ inline Layout layout_of(int64_t rows, int64_t columns, const Plane& row, const P
   return l;
 }
 
-// This block's tile. Eight tiles along M come one after the other, then the next eight beside them:
-// so the 32 bytes of MXFP8's scales that a sector of the column plane holds, and 1 KiB of its codes,
-// are written at about the same time, as those of the row plane are.
-constexpr uint32_t kBand = 8;
+// This block's tile: along K first. (In bands of eight along M, which would let neighbours share
+// the sectors of MXFP8's column scales, every pair is a microsecond slower.)
 struct TileIndex {
   uint32_t down, across;
 };
 __device__ __forceinline__ TileIndex tile_of_block(const Layout& l) {
-  const uint32_t per_band = kBand * l.tiles_across;
-  const uint32_t first = blockIdx.x / per_band * kBand;
-  const uint32_t within = blockIdx.x - first * l.tiles_across;
-  const uint32_t height = min(kBand, l.tiles_down - first);
-  const uint32_t across = height == kBand ? within / kBand : within / height;
-  return {first + within - across * height, across};
+  const uint32_t down = blockIdx.x / l.tiles_across;
+  return {down, blockIdx.x - down * l.tiles_across};
 }
 
 // Where the experts end, in tiles, in X and in the column plane.
@@ -79,8 +78,8 @@ __device__ __forceinline__ int64_t scanned(int64_t value) {
   return value;
 }
 
-// One warp. Finds the expert that tile `tile` belongs to. Ends that decrease, or lie outside X, cannot
-// be refused without a synchronisation; they are taken as the nearest that are in order.
+// One warp. Finds the expert that tile `tile` belongs to. Ends that decrease, or lie outside X,
+// cannot be refused without a synchronisation; they are taken as the nearest that are in order.
 __device__ __forceinline__ void search_groups(const Layout& l, int64_t tile, bool writes_ends,
                                               GroupSearch& result) {
   const int lane = threadIdx.x % 32, block = l.column_block;
@@ -121,8 +120,8 @@ __device__ __forceinline__ void search_groups(const Layout& l, int64_t tile, boo
   }
 }
 
-// All threads. Places this block's tile; one behind all experts has no rows and no extents (`search`
-// then says where the experts end).
+// All threads. Places this block's tile; one behind all experts has no rows and no extents
+// (`search` then says where the experts end).
 __device__ __forceinline__ Place find_place(const Layout& l, GroupSearch& search) {
   const TileIndex index = tile_of_block(l);
   const int64_t down = index.down;

@@ -60,7 +60,9 @@ __device__ __forceinline__ uint32_t block_amax(const Parts& parts, int row_part,
 
 // log2 of how many neighbouring lanes share a 1-D block.
 template <Codec kCodec>
-constexpr int kLaneLevels = kCodec == Codec::block ? 3 : kCodec == Codec::mxfp8 ? 1 : 0;
+constexpr int kLaneLevels = kCodec == Codec::block   ? 3
+                            : kCodec == Codec::mxfp8 ? 1
+                                                     : 0;
 
 template <class E, Codec kCodec>
 __device__ __forceinline__ typename E::Pair over_block(typename E::Pair m) {

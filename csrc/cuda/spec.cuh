@@ -15,6 +15,7 @@ template <Codec kCodecValue, bool kPlain = false, int kStochastic = kAtRunTime,
 struct Spec {
   static constexpr Codec kCodec = kCodecValue;
   static constexpr bool kIsNvfp4 = kCodec == Codec::nvfp4;
+  static constexpr bool kIsNearest = kStochastic == 0;
   // What elements are multiplied by is always a power of two.
   static constexpr bool kIsPowerOfTwo =
       kCodec == Codec::mxfp8 || (kPlain && kCodec == Codec::block);

@@ -1,8 +1,9 @@
 // A 128×128 tile of X in shared memory, and where it lies in X and in both planes.
 //
-// A row is split into chunks of 16 bytes, a unit of 16 elements is kBytes of them. Where a chunk lies
-// is permuted so that each of these eight-thread accesses hits different banks: consecutive chunks
-// (the load), the units of one row (row phase), one chunk in eight groups of 16 rows (column phase).
+// A row is split into chunks of 16 bytes, a unit of 16 elements is kBytes of them. Where a chunk
+// lies is permuted so that each of these eight-thread accesses hits different banks: consecutive
+// chunks (the load), the units of one row (row phase), one chunk in eight groups of 16 rows (column
+// phase).
 #pragma once
 
 #include "element.cuh"
@@ -25,14 +26,14 @@ __device__ __forceinline__ int chunk_offset(int row, int chunk) {
 
 // Where a tile lies. Extents are what is to be written, padding included.
 struct Place {
-  int64_t x_row;      // first row in X, also in the row plane
-  int64_t x_column;   // first column in X; first plane row of the column plane
-  int rows, columns;  // of X in this tile
-  int row_extent;     // plane rows of the row plane to write
-  int64_t column_start;  // contraction index in the column plane
-  int column_extent;     // contraction elements of the column plane to write
-  int expert;            // 0 where not grouped
-  int64_t expert_row;    // first row inside the expert
+  int64_t x_row;           // first row in X, also in the row plane
+  int64_t x_column;        // first column in X; first plane row of the column plane
+  int rows, columns;       // of X in this tile
+  int row_extent;          // plane rows of the row plane to write
+  int64_t column_start;    // contraction index in the column plane
+  int column_extent;       // contraction elements of the column plane to write
+  int expert;              // 0 where not grouped
+  int64_t expert_row;      // first row inside the expert
   bool is_first_row_tile;  // of X, or of the expert
   bool is_behind_experts;  // no tile: what the experts leave of the planes
 };
@@ -103,8 +104,8 @@ __device__ __forceinline__ int along() { return threadIdx.x & 7; }
 __device__ __forceinline__ int row_of_step(int i) { return threadIdx.x / 8 + i * kRowsPerStep; }
 __device__ __forceinline__ int pair_of_step(int i) { return threadIdx.x / 8 + i * (kThreads / 8); }
 
-// This thread's units, step by step. A step further is kRowsPerStep = 2·16 rows down, which adds 2 to
-// the number that a chunk's place is permuted with: an xor with 32 bytes per step.
+// This thread's units, step by step. A step further is kRowsPerStep = 2·16 rows down, which adds 2
+// to the number that a chunk's place is permuted with: an xor with 32 bytes per step.
 template <class E>
 struct RowUnits {
   unsigned char* tile;

@@ -18,8 +18,8 @@ __device__ __forceinline__ void transpose_bytes(const uint32_t (&rows)[4], uint3
   columns[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// Columns of the tile, of the codes that the row phase left (Keep::codes). Each thread takes 16 rows
-// of four columns.
+// Columns of the tile, of the codes that the row phase left (Keep::codes). Each thread takes 16
+// rows of four columns.
 template <class E, class S>
 __device__ __forceinline__ void transpose_phase(const Target& target, const Place& place,
                                                 const unsigned char* tile, const Parts& parts) {

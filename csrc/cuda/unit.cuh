@@ -53,8 +53,8 @@ __device__ __forceinline__ uint4 fp8_codes(const Unit& u, float s, bool e5m2) {
   return e5m2 ? fp8_codes_at<true>(at) : fp8_codes_at<false>(at);
 }
 
-// Multiplies both elements of a BF16 pair by powers of two. The products are exact, or so small that
-// they are encoded as zero, or so large that they saturate.
+// Multiplies both elements of a BF16 pair by powers of two. The products are exact, or so small
+// that they are encoded as zero, or so large that they saturate.
 template <class E, int kCount>
 __device__ __forceinline__ void scale_pairs(typename E::Pair (&p)[kCount], float lo, float hi) {
   const auto both = E::pack(lo, hi);
@@ -257,8 +257,8 @@ __device__ __forceinline__ uint2 signs_of(const Unit& u) {
 
 // Codes of a unit given as magnitudes and signs. top: largest magnitude, times m.
 template <class Unit>
-__device__ __forceinline__ uint2 nvfp4_codes(const Unit& magnitudes, uint2 signs, float top, float m,
-                                             bool stochastic, const Draw& draw) {
+__device__ __forceinline__ uint2 nvfp4_codes(const Unit& magnitudes, uint2 signs, float top,
+                                             float m, bool stochastic, const Draw& draw) {
   uint2 codes;
   if (top < 7.0f) {
     codes = stochastic ? nvfp4_stochastic<true>(magnitudes, m, draw)
@@ -276,8 +276,8 @@ __device__ __forceinline__ float e4m3_value(uint8_t byte) {
   return Element<Dtype::f16>::lo(halves);
 }
 
-// Correctly rounded 1/a for a of 2^-126 … 2^126, as reciprocal() is without its branch for the rest;
-// NaN for 0.
+// Correctly rounded 1/a for a of 2^-126 … 2^126, as reciprocal() is without its branch for the
+// rest; NaN for 0.
 __device__ __forceinline__ float normal_reciprocal(float a) {
   float guess;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(guess) : "f"(a));
@@ -302,8 +302,8 @@ __device__ __forceinline__ RowUnit<E> nvfp4_values(const uint2& codes, uint8_t b
 #pragma unroll
   for (int k = 0; k < 8; ++k) {
     const uint32_t two = word[k / 4] >> (8 * (k % 4));
-    result.p[k] =
-        E::pack_saturated(mul(e2m1_decode(two & 15u), factor), mul(e2m1_decode(two >> 4 & 15u), factor));
+    result.p[k] = E::pack_saturated(mul(e2m1_decode(two & 15u), factor),
+                                    mul(e2m1_decode(two >> 4 & 15u), factor));
     if constexpr (E::kBytes == 2) {
       if (is_nan_block) result.p[k] = E::kNan | E::kNan << 16;
     } else {
@@ -444,8 +444,9 @@ __device__ __forceinline__ void drop_signs(FloatUnit& u) {
   for (int k = 0; k < 16; ++k) u.v[k] = fabsf(u.v[k]);
 }
 
-// A unit after the rotation, non-finite values taken out.
-template <class E>
+// A unit after the rotation, non-finite values taken out. kFast: by hadamard16_of_bf16, which wants
+// more registers.
+template <class E, bool kFast>
 struct Rotated {
   typename RotatedUnit<E>::Type magnitudes;
   uint2 signs;
@@ -454,10 +455,9 @@ struct Rotated {
 
   template <class Unit>
   __device__ __forceinline__ explicit Rotated(const Unit& u) : is_bad(false) {
-    constexpr bool kFast = E::kDtype == Dtype::bf16;
     take(rotate<E, kFast>(u));
     if (amax < (kFast ? kHadamardSafe : kExponentMask)) return;
-    take(rotate<E, false>(u));
+    if (kFast) take(rotate<E, false>(u));
     is_bad = dfg::is_bad(amax);
     if (is_bad) {
       auto cleaned = rotate<E, false>(u);

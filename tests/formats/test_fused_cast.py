@@ -41,6 +41,7 @@ from .fused_cases import (
     expected_cast,
     expected_of,
     expected_plane,
+    moved,
     plane_differs,
     planes_differ,
     require,
@@ -169,6 +170,48 @@ def test_bias_gradient_beside_planes(name, source, device):
         assert not planes_differ(result, [w.plane for w in wanted])
         error = result.bias_grad.cpu().double() - x.double().sum(0)
         assert (error.abs() <= 1e-6 * x.double().abs().sum(0)).all()
+
+
+@each_device
+@pytest.mark.parametrize(
+    "name", ["delayed", "delayed_e5m2", "current", "current_e5m2", "current_pow2", "block_2d"]
+)
+def test_one_scale_for_both_planes(name, device):
+    """The statistic is one tensor, as of a quantizer without children: CUDA transposes the codes."""
+    format = EVERY[name]
+    require(device, format)
+    cases = [(m, values(m)) for m in matrices(0, (*SHAPES, (256, 384)))]
+    cases += [(case, x) for dtype in DTYPES for case, x in special_values(dtype).items()]
+    report = Report()
+    for case, x in cases:
+        wanted = expected_cast(x, format, format, "original")
+        given = dict(row_statistic=moved(wanted[0].statistic, device))
+        amaxes = [torch.zeros(1, device=device) for _ in DIRECTIONS]
+        if format.statistic == "scale":
+            given |= dict(zip(("row_amax", "column_amax"), amaxes, strict=True))
+        given["column_statistic"] = given["row_statistic"]
+        result = fused.cast(x.to(device), format, format, **given)
+        report.add((case, x.dtype), planes_differ(result, [w.plane for w in wanted]))
+        if format.statistic == "scale":
+            recorded, amax = [float(amax) for amax in amaxes], float(wanted[0].amax)
+            report.add((case, "amax"), "" if recorded == [amax] * 2 else f"{recorded}, not {amax}")
+    report.check()
+
+
+@each_device
+@pytest.mark.parametrize("name", ["nvfp4_rht", "nvfp4_rht_plain", "nvfp4_rht_sr"])
+def test_rotations_that_nearly_overflow(name, device):
+    """Magnitudes up to the largest: sums of 16 overflow although a quarter of them would not."""
+    format = EVERY[name]
+    require(device, format)
+    report = Report()
+    for exponent in range(120, 128):
+        torch.manual_seed(exponent)
+        x = (torch.rand(64, 96) - 0.5).ldexp(torch.tensor(exponent + 1)).bfloat16()
+        wanted = expected_cast(x, format, format, "original")
+        result = run_cast(x.to(device), format, format, wanted)
+        report.add(exponent, planes_differ(result, [w.plane for w in wanted]))
+    report.check()
 
 
 # Data and layouts.

@@ -225,7 +225,7 @@ def strided(matrix):
         yield matrix.expand(1, -1).as_strided(matrix.shape, (0, 1))
 
 
-E, SCALAR, ROW, VEC128, VEC32 = 3, 1, 2, 3, 5
+E, SCALAR, ROW, VEC128, BLOCK128, VEC32 = 3, 1, 2, 3, 4, 5
 
 
 def arguments(**changes):
@@ -268,6 +268,10 @@ def arguments(**changes):
         (
             {"a_options": E | VEC128 << 4, "a_scales": torch.ones(32), "out": torch.ones(20, 16)},
             "out has 20 rows; accepted: 32, all stored rows of a with 1x128 scales",
+        ),
+        (
+            dict.fromkeys(("a_options", "b_options"), E | BLOCK128 << 4),
+            "both have 128x128 scales; accepted: at least one with 1x128",
         ),
         ({"out": torch.zeros(32, 16, dtype=torch.float64)}, "out is Double.*FP32, FP16 or BF16"),
         ({"out": torch.zeros(0, 16)}, r"out is Float \[0, 16\].*with elements"),
