@@ -177,7 +177,7 @@ def test_bias_gradient_beside_planes(name, source, device):
     "name", ["delayed", "delayed_e5m2", "current", "current_e5m2", "current_pow2", "block_2d"]
 )
 def test_one_scale_for_both_planes(name, device):
-    """The statistic is one tensor, as of a quantizer without children: CUDA transposes the codes."""
+    """The statistic is one tensor, as of one quantizer for both: CUDA transposes the codes."""
     format = EVERY[name]
     require(device, format)
     cases = [(m, values(m)) for m in matrices(0, (*SHAPES, (256, 384)))]
@@ -185,7 +185,7 @@ def test_one_scale_for_both_planes(name, device):
     report = Report()
     for case, x in cases:
         wanted = expected_cast(x, format, format, "original")
-        given = dict(row_statistic=moved(wanted[0].statistic, device))
+        given = {"row_statistic": moved(wanted[0].statistic, device)}
         amaxes = [torch.zeros(1, device=device) for _ in DIRECTIONS]
         if format.statistic == "scale":
             given |= dict(zip(("row_amax", "column_amax"), amaxes, strict=True))
