@@ -95,12 +95,20 @@ class DelayedSlot:
 
 
 def update_slots(slots: list[DelayedSlot]) -> None:
-    """Reduce the pending amaxes per group and update every slot that ran on some rank."""
+    """Reduce the pending amaxes per group and update every slot that ran on some rank.
+
+    Raises RuntimeError for several ranks in a captured graph: they compare their slots on the host.
+    """
     groups: dict[Any, list[DelayedSlot]] = {}
     for slot in sorted(slots, key=lambda slot: slot.sort_key):
         groups.setdefault(slot.group, []).append(slot)
     for group in sorted(groups, key=collectives.group_ranks):
         if collectives.group_size(group) > 1:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"end_step() reduces delayed scales over {collectives.group_size(group)} ranks "
+                    "and cannot be captured; end the step outside of the graph"
+                )
             _reduce_pending(groups[group], group)
     on_device: dict[torch.device, list[DelayedSlot]] = {}
     for slot in slots:

@@ -33,21 +33,38 @@ _tables: dict[tuple, tuple[bytes, torch.Tensor]] = {}
 def update_delayed(slots: Sequence[DelayedState]) -> None:
     """One launch that updates the scales of ``slots`` of one device, as delayed.py defines it.
 
-    Raises RuntimeError where no compiled kernel runs, ValueError for tensors of another layout.
+    In a captured graph every replay updates them; the same slots must have been updated before.
+    Raises RuntimeError where no compiled kernel runs or a capture comes first, ValueError for
+    tensors of another layout.
     """
     device = slots[0].scale.device
     reason = why_unavailable(device)
     if reason:
         raise RuntimeError(f"update_delayed needs a compiled kernel on {device}: {reason}")
     packed = b"".join(map(_packed, slots))
+    table = _table(packed, len(slots), device)
+    _ops.update_delayed.default(
+        [s.scale for s in slots], [s.history for s in slots], [s.pending for s in slots], table
+    )
+
+
+def _table(packed: bytes, count: int, device: torch.device) -> torch.Tensor:
+    """``packed`` on the device, int64 [count, 5]; copied there only when it has changed."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # The host's memory would have to outlive the graph: what an earlier stream copied will do.
+        for (its_device, _), (bytes_, table) in _tables.items():
+            if its_device == device and bytes_ == packed:
+                return table
+        raise RuntimeError(
+            "the delayed scales of these modules were never updated, or others were with them; "
+            "run one step with end_step(), with the same modules alive, before capturing one"
+        )
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     held = _tables.get((device, stream))
     if held is None or held[0] != packed:
-        host = torch.frombuffer(bytearray(packed), dtype=torch.int64).view(len(slots), -1)
+        host = torch.frombuffer(bytearray(packed), dtype=torch.int64).view(count, -1)
         held = _tables[device, stream] = (packed, host.to(device, non_blocking=True))
-    _ops.update_delayed.default(
-        [s.scale for s in slots], [s.history for s in slots], [s.pending for s in slots], held[1]
-    )
+    return held[1]
 
 
 def _packed(slot: DelayedState) -> bytes:

@@ -155,12 +155,15 @@ def set_rounding_step(step: int) -> None:
     """Tell each device, in its current stream's order, how many steps are completed.
 
     Called when a step ends, so that casts of any stream that waits for that one, and replays of
-    captured casts, draw the noise of the new step.
+    captured casts, draw the noise of the new step. The next step is counted on the device: where
+    that is captured, each replay ends one more step there, which the host does not see.
     """
-    for device, (tensor, held) in _seed_steps.items():
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            continue  # a captured cast then says that it is out of date
-        _hold(tensor, held, 1, step)
+    for tensor, held in _seed_steps.values():
+        if (held[1] + 1) & 0xFFFFFFFF == step:
+            tensor[1].add_(1)
+            held[1] = step
+        else:
+            _hold(tensor, held, 1, step)
 
 
 def _hold(tensor: torch.Tensor, held: list[int], index: int, value: int) -> None:
