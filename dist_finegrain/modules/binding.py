@@ -13,7 +13,7 @@ from .. import stepping
 from ..delayed import DelayedSlot, text_hash
 from ..distributed import collectives
 from ..formats.identity import IdentityQuantizer
-from ..formats.plane import Direction, Rounding
+from ..formats.plane import DIRECTIONS, Direction, Rounding
 from ..formats.quantizer import Quantizer
 from ..formats.requests import DelayedScalingRequest
 from ..ops.gemm import Kernel, select
@@ -43,21 +43,38 @@ class Binding:
     has_backward: bool = False
     delayed: list[DelayedUse] = dataclasses.field(default_factory=list)
     streams: dict[tuple[str, Direction], int] = dataclasses.field(default_factory=dict)
+    # What follows from the above, found once: by tensor type, and the number of kernels known then.
+    _stochastic: dict[str, bool] = dataclasses.field(default_factory=dict)
+    _swizzled: dict[tuple[str, int], frozenset[Direction]] = dataclasses.field(default_factory=dict)
 
-    def rounding(
-        self, tensor_type: str, direction: Direction, row_origin: int, contraction_origin: int
-    ) -> Rounding:
-        """Where stochastic rounding of this slot's plane draws from in this step."""
-        return Rounding(
-            seed=self.recipe.rounding_seed if self.recipe else 0,
-            stream=self.streams.get((tensor_type, direction), 0),
-            step=stepping.completed_steps(),
-            row_origin=row_origin,
-            contraction_origin=contraction_origin,
-        )
+    def rounding(self, tensor_type: str, rows: int, columns: int) -> dict[Direction, Rounding]:
+        """Where stochastic rounding of this slot's planes draws from in this step; {} without any.
+
+        rows, columns: global index of the operand's first element.
+        """
+        is_stochastic = self._stochastic.get(tensor_type)
+        if is_stochastic is None:
+            formats = map(self.quantizers[tensor_type].plane_format, DIRECTIONS)
+            is_stochastic = any(getattr(format, "stochastic", False) for format in formats)
+            self._stochastic[tensor_type] = is_stochastic
+        if not is_stochastic:
+            return {}
+        seed = self.recipe.rounding_seed if self.recipe else 0
+        step = stepping.completed_steps()
+        origins = {"rowwise": (rows, columns), "columnwise": (columns, rows)}
+        return {
+            direction: Rounding(seed, self.streams.get((tensor_type, direction), 0), step, *origin)
+            for direction, origin in origins.items()
+        }
 
     def swizzled(self, tensor_type: str) -> frozenset[Direction]:
         """Directions of this slot whose scales are stored as the kernel that reads them does."""
+        key = (tensor_type, len(self.kernels))
+        if key not in self._swizzled:
+            self._swizzled[key] = self._find_swizzled(tensor_type)
+        return self._swizzled[key]
+
+    def _find_swizzled(self, tensor_type: str) -> frozenset[Direction]:
         return frozenset(
             direction
             for operands in LINEAR_GEMMS

@@ -68,7 +68,6 @@ class LinearCall:
         """
         rows, columns = self._origin(tensor_type, x)
         sharded = {"column": ("weight", "grad_output"), "row": ("weight", "input")}
-        rounding = self.binding.rounding
         return CastJob(
             x,
             self.binding.quantizers[tensor_type],
@@ -77,10 +76,7 @@ class LinearCall:
             reduce=tensor_type in sharded.get(self.parallel_mode, ()),
             record=self.training,
             swizzled=self.binding.swizzled(tensor_type),
-            rounding={
-                "rowwise": rounding(tensor_type, "rowwise", rows, columns),
-                "columnwise": rounding(tensor_type, "columnwise", columns, rows),
-            },
+            rounding=self.binding.rounding(tensor_type, rows, columns),
         )
 
     def _origin(self, tensor_type: str, x: torch.Tensor) -> tuple[int, int]:
