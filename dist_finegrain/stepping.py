@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .delayed import DelayedSlot, update_slots
-from .formats.fused_options import set_rounding_step
+from .formats.fused_options import advance_rounding_step
 
 
 @dataclasses.dataclass
@@ -86,7 +86,7 @@ def _end_or_postpone() -> None:
 def _end_step() -> None:
     update_slots(registered_slots())
     _steps.completed += 1
-    set_rounding_step(_steps.completed)
+    advance_rounding_step(_steps.completed)
     _steps.forward_seen = _steps.postponed = False
 
 

@@ -1,8 +1,10 @@
 // NVFP4: E2M1 codes, an E4M3 byte b per 16 elements (or 16×16), an outer FP32 scale g.
 //
-//   S = min(2688 / amax, FLT_MAX), 1 for amax 0        b = E4M3(min(amax_blk · (S · (1/6)),
-//   FLT_MAX)) m = min(1 / (float(b) · (1/S)), FLT_MAX)           code = E2M1(x · m) g = amax ·
-//   (1/2688)                                decoded = e2m1 · (b · g)
+// clang-format off
+//   S = min(2688 / amax, FLT_MAX), 1 for amax 0     b = E4M3(min(amax_blk · (S · (1/6)), FLT_MAX))
+//   m = min(1 / (float(b) · (1/S)), FLT_MAX)        code = E2M1(x · m)
+//   g = amax · (1/2688)                             decoded = e2m1 · (b · g)
+// clang-format on
 #pragma once
 
 #include "fp8.h"

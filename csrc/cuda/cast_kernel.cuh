@@ -191,16 +191,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     row.seed = column.seed = uniform(args.seed_step[0]);
     row.step = column.step = uniform(args.seed_step[1]);
   }
+  constexpr bool kTransposed = kIsTransposed<Column>;
+  constexpr Keep kKeep = kDequantized ? Keep::values : kTransposed ? Keep::codes : Keep::input;
   if (args.bias_partials) {
     sum_columns<E>(place.columns, tile,
                    args.bias_partials + place.x_row / kTile * args.columns + place.x_column);
-    if (kDequantized) __syncthreads();  // the row phase overwrites what is summed
+    if (kKeep != Keep::input) __syncthreads();  // the row phase overwrites what is summed
   }
   if (kDequantized ? r.two_dimensional : r.two_dimensional || c.two_dimensional) {
     measure_parts<E>(tile, is_whole_tile(r) && (kDequantized || is_whole_tile(c)), parts);
   }
-  constexpr bool kTransposed = kIsTransposed<Column>;
-  constexpr Keep kKeep = kDequantized ? Keep::values : kTransposed ? Keep::codes : Keep::input;
   const uint32_t row_amax = RowPhase<E, Row, kKeep>::run(row, place, tile, parts);
   if (args.row.amax) raise_by_warp(args.row.amax, row_amax);
   if (kKeep != Keep::input) __syncthreads();

@@ -28,12 +28,14 @@ class DelayedState:
 
 # Addresses and settings of the slots, by device and stream: they are copied in stream order.
 _tables: dict[tuple, tuple[bytes, torch.Tensor]] = {}
+_captured: list[torch.Tensor] = []
 
 
 def update_delayed(slots: Sequence[DelayedState]) -> None:
     """One launch that updates the scales of ``slots`` of one device, as delayed.py defines it.
 
-    In a captured graph every replay updates them; the same slots must have been updated before.
+    In a captured graph every replay updates them: they must outlive it, and must have been updated
+    together before.
     Raises RuntimeError where no compiled kernel runs or a capture comes first, ValueError for
     tensors of another layout.
     """
@@ -54,6 +56,8 @@ def _table(packed: bytes, count: int, device: torch.device) -> torch.Tensor:
         # The host's memory would have to outlive the graph: what an earlier stream copied will do.
         for (its_device, _), (bytes_, table) in _tables.items():
             if its_device == device and bytes_ == packed:
+                if not any(table is kept for kept in _captured):
+                    _captured.append(table)  # whoever replays the graph reads it again
                 return table
         raise RuntimeError(
             "the delayed scales of these modules were never updated, or others were with them; "

@@ -151,8 +151,8 @@ def statistic_of(format: Format | None, statistic: torch.Tensor | None) -> torch
 _seed_steps: dict[torch.device, tuple[torch.Tensor, list[int]]] = {}
 
 
-def set_rounding_step(step: int) -> None:
-    """Tell each device, in its current stream's order, how many steps are completed.
+def advance_rounding_step(step: int) -> None:
+    """Tell each device, in its current stream's order, that ``step`` steps are completed now.
 
     Called when a step ends, so that casts of any stream that waits for that one, and replays of
     captured casts, draw the noise of the new step. The next step is counted on the device: where
@@ -186,6 +186,11 @@ def _seed_step(x: torch.Tensor, rounding: Rounding) -> torch.Tensor:
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor):
         return torch.tensor([rounding.seed, rounding.step], device=device)  # not to be kept
     if device not in _seed_steps:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the first stochastic cast on {device} is inside a captured graph, whose replays "
+                "would all draw the same noise; run one before the capture"
+            )
         with torch.inference_mode(False):
             tensor = torch.zeros(2, dtype=torch.int64, device=device)
         _seed_steps[device] = (tensor, [0, 0])

@@ -22,7 +22,7 @@ _SCALAR, _ROW, _VEC128, _BLOCK128, _VEC32, _VEC16 = range(1, 7)  # ScaleMode of 
 _ELEMENT = {"e4m3": 3, "e5m2": 4}  # GemmElement
 _HIGH = {torch.float16: 1, torch.bfloat16: 2}
 _E2M1 = 5
-_ALIGNMENT = 16  # bytes; of columns, rows and address of what FP8 and FP4 products write
+_ALIGNMENT = 16  # bytes; of columns, rows and address of what FP8 and FP4 products write, of a bias
 
 
 @functools.lru_cache
@@ -120,6 +120,8 @@ def _product(
         bias, adds = None, True
     if bias is not None and bias.shape[0] < target.shape[1]:
         bias = torch.nn.functional.pad(bias, (0, target.shape[1] - bias.shape[0]))
+    if bias is not None and not (bias.is_contiguous() and _is_aligned(bias)):
+        bias = bias.clone(memory_format=torch.contiguous_format)
     _ops.gemm.default(
         left.matrix, right.matrix, left.options, right.options, left.scales, right.scales, alpha,
         bias, target, adds, fast,

@@ -35,9 +35,14 @@ def identity_gemm(
             return torch.mm(left, right.t(), out=out)
         if not accumulate or out_dtype == torch.float32:
             return deliver(torch.nn.functional.linear(left, right, bias), out, accumulate)
-    elif left.dtype != torch.float32 and not lt.available(left.device):
+    elif _is_lt_pair(left.dtype, out_dtype) and not lt.available(left.device):
         return lt.high_precision(left, right, out_dtype, bias, out, accumulate)
     return _finish(_product_fp32(left, right), bias, out_dtype, out, accumulate)
+
+
+def _is_lt_pair(dtype: torch.dtype, out_dtype: torch.dtype) -> bool:
+    """Whether cuBLASLt writes this result of 16-bit operands; others are rounded from FP32."""
+    return dtype != torch.float32 and out_dtype in (dtype, torch.float32)
 
 
 def emulated_gemm(

@@ -47,6 +47,14 @@ def use(row, column, source: str, x: torch.Tensor) -> None:
         fused.decode(plane, x.dtype)
 
 
+def use_one_scale(format, x: torch.Tensor) -> None:
+    """One statistic for both planes, whose codes are then made once; with the bias gradient."""
+    statistic = SCALE.to(x.device)
+    fused.cast(
+        x, format, format, row_statistic=statistic, column_statistic=statistic, bias_grad=True
+    )
+
+
 def use_grouped(format, source: str, x: torch.Tensor) -> None:
     """Both planes of four experts, one of them without rows."""
     ends = torch.tensor(ENDS, dtype=torch.int32, device=x.device)
@@ -69,6 +77,9 @@ def main() -> None:
                 for rows, columns in SHAPES:
                     x = torch.randn(rows, columns + 3, device="cuda").to(dtype)[:, 3:]
                     use(row, column, source, x)
+                    if row is column and row.family in ("float8", "float8_block"):
+                        if row.statistic in ("tensor", "scale"):
+                            use_one_scale(row, x)
             is_square = row.family == "float8_block" and row.two_dimensional
             if row in formats and row is column and not is_square and row.statistic != "scale":
                 x = torch.randn(300, 130, device="cuda", dtype=torch.bfloat16)

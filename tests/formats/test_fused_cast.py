@@ -190,12 +190,29 @@ def test_one_scale_for_both_planes(name, device):
         if format.statistic == "scale":
             given |= dict(zip(("row_amax", "column_amax"), amaxes, strict=True))
         given["column_statistic"] = given["row_statistic"]
-        result = fused.cast(x.to(device), format, format, **given)
+        result = fused.cast(x.to(device), format, format, bias_grad=True, **given)
         report.add((case, x.dtype), planes_differ(result, [w.plane for w in wanted]))
         if format.statistic == "scale":
             recorded, amax = [float(amax) for amax in amaxes], float(wanted[0].amax)
             report.add((case, "amax"), "" if recorded == [amax] * 2 else f"{recorded}, not {amax}")
     report.check()
+
+
+@each_device
+@pytest.mark.parametrize("name", ["current", "delayed_e5m2", "block_2d"])
+def test_bias_gradient_beside_one_scale(name, device):
+    """The codes overwrite what is summed, but not before; many tiles, so that warps drift apart."""
+    format = EVERY[name]
+    require(device, format)
+    x = values(Matrix("normal", 2048, 1920, torch.bfloat16)).to(device)
+    statistic = moved(torch.full((1,), SCALE), device)
+    given = {} if format.statistic == "none" else {
+        "row_statistic": statistic, "column_statistic": statistic
+    }  # fmt: skip
+    wanted = x.double().sum(0)
+    for _ in range(3):
+        sums = fused.cast(x, format, format, bias_grad=True, **given).bias_grad.double()
+        assert ((sums - wanted).abs() <= 1e-6 * x.double().abs().sum(0)).all()
 
 
 @each_device

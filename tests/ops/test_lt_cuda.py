@@ -300,6 +300,27 @@ def test_the_operator_passes_opcheck():
     torch.library.opcheck(torch.ops.dist_finegrain.gemm.default, arguments)
 
 
+@pytest.mark.parametrize("layout", ["odd offset", "strided"])
+def test_a_bias_of_any_layout_is_added(layout):
+    """The epilogue reads it in vectors; the library is not told where it starts."""
+    operands = planes("tensor", 33, N, K, "cuda")
+    memory = torch.randn(2 * N + 1, device="cuda").bfloat16()
+    bias = memory[1 : N + 1] if layout == "odd offset" else memory[: 2 * N : 2]
+    got = gemm(kernel_of(operands), "fprop", *operands, torch.bfloat16, bias=bias)
+    want = gemm(kernel_of(operands), "fprop", *operands, torch.bfloat16, bias=bias.clone())
+    assert torch.equal(got, want)
+
+
+def test_fp16_operands_with_a_bf16_result():
+    """The library has no such product: FP32, then one rounding."""
+    a, b = (torch.randn(r, 64, device="cuda").half() for r in (32, 48))
+    formats = [dfg.IdentityQuantizer()(m).plane("rowwise") for m in (a, b)]
+    kernel = select("fprop", *(p.format for p in formats), "sm_90", "native", k=64, n=48)
+    got = gemm(kernel, "fprop", *formats, torch.bfloat16)
+    want = (a.float() @ b.float().t()).bfloat16()
+    assert got.dtype == torch.bfloat16 and (got.float() - want.float()).abs().max() <= 0.25
+
+
 def test_a_problem_without_an_algorithm_is_named():
     """MXFP8 on sm_90: refused by dispatch, and by the library with its reasons."""
     if device_kind(torch.device("cuda")) != "sm_90":
