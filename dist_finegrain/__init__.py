@@ -28,6 +28,9 @@ from .formats.nvfp4 import NVFP4Quantizer
 from .formats.quantizer import Quantizer
 from .formats.requests import DelayedScalingRequest, FP8Format, QuantizerRequest
 from .formats.tensors import HybridQuantizedTensor, IdentityTensor, QuantizedTensor
+from .modules.grouped_linear import GroupedLinear
+from .modules.layernorm_linear import LayerNormLinear
+from .modules.layernorm_mlp import LayerNormMLP
 from .modules.linear import Linear
 from .naming import assign_names
 from .planning import plan
@@ -46,10 +49,13 @@ __all__ = [
     "Float8CurrentScalingQuantizer",
     "Float8Quantizer",
     "Float8RowScalingQuantizer",
+    "GroupedLinear",
     "HybridQuantizedTensor",
     "HybridQuantizer",
     "IdentityQuantizer",
     "IdentityTensor",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "MXFP8Quantizer",
     "NVFP4Quantizer",

@@ -5,15 +5,19 @@ from __future__ import annotations
 import torch
 
 from .modules.base import QuantizedModule
+from .modules.composite import Part
 
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
 def named_quantized_modules(model: torch.nn.Module) -> list[tuple[str, QuantizedModule]]:
-    """(path without wrapper parts, module) of every module of this package, in model order."""
+    """(path without wrapper parts, module) of every module of this package, in model order.
+
+    Without the parts of a composite: their names follow from its.
+    """
     found = []
     for path, module in model.named_modules():
-        if isinstance(module, QuantizedModule):
+        if isinstance(module, QuantizedModule) and not isinstance(module, Part):
             parts = [part for part in path.split(".") if part not in _WRAPPERS]
             found.append((".".join(parts), module))
     return found

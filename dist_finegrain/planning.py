@@ -16,6 +16,9 @@ from .formats.float8 import Float8Quantizer
 from .formats.plane import DIRECTIONS, Format
 from .formats.quantizer import Quantizer
 from .modules.base import QuantizedModule
+from .modules.composite import Composite
+from .modules.grouped_binding import choose_grouped, choose_single, formats_of
+from .modules.grouped_linear import GroupedLinear
 from .naming import name_unbound
 from .ops.gemm import DEVICES, Kernel, PairRefused, device_kind, scale_kind
 from .recipe import CustomRecipe
@@ -111,8 +114,10 @@ def plan(
     name_unbound(model)
     rows: list[PlanRow] = []
     for module in model.modules():
-        if isinstance(module, QuantizedModule):
-            rows += _module_rows(module, recipe, kind, why_unfused, training, tokens)
+        # The GEMMs of a composite are those of its parts, which are modules of the model too.
+        if isinstance(module, QuantizedModule) and not isinstance(module, Composite):
+            rows_of = _grouped_rows if isinstance(module, GroupedLinear) else _module_rows
+            rows += rows_of(module, recipe, kind, why_unfused, training, tokens)
     return Plan(kind, recipe.resolved_execution, tokens, tuple(rows))
 
 
@@ -155,6 +160,109 @@ def _module_rows(
     ]
 
 
+def _grouped_rows(
+    module: GroupedLinear,
+    recipe: CustomRecipe,
+    kind: str,
+    why_unfused: str,
+    training: bool,
+    tokens: int,
+) -> list[PlanRow]:
+    """One row per GEMM where all experts share its formats, else one per group of alike experts."""
+    site = module.resolution_site(kind)
+
+    def unbound(slot, child, request) -> Quantizer:
+        element = request.element(forward=slot.direction == "forward")
+        return Float8Quantizer(torch.ones(1), torch.zeros(1), DType(element))
+
+    quantizers: dict[str, list[Quantizer]] = {}
+    for direction in ("forward", "backward") if training else ("forward",):
+        for slots in module.slots_of_experts(direction):
+            for slot_kind, quantizer in ask_factory(recipe, slots, site, unbound).items():
+                quantizers.setdefault(slot_kind, []).append(quantizer)
+    rows = []
+    for operands in LINEAR_GEMMS:
+        if not training and operands.gemm != "fprop":
+            continue
+        alike: dict[Any, list[int]] = {}
+        for e in range(module.num_gemms):
+            pair = [formats_of(quantizers[slot][e]) for slot, _ in operands.sides]
+            alike.setdefault(tuple(pair), []).append(e)
+        for experts in alike.values():
+            rows.append(
+                _grouped_row(
+                    module, operands, quantizers, experts, site, recipe, why_unfused, tokens
+                )
+            )
+    return rows
+
+
+def _grouped_row(
+    module: GroupedLinear,
+    operands: GemmOperands,
+    quantizers: dict[str, list[Quantizer]],
+    experts: list[int],
+    site: Site,
+    recipe: CustomRecipe,
+    why_unfused: str,
+    tokens: int,
+) -> PlanRow:
+    """The GEMM of ``experts``, of equal formats; tokens are shared out evenly."""
+    sides, execution, count = operands.sides, recipe.resolved_execution, len(experts)
+    formats = [quantizers[slot][experts[0]].plane_format(d) for slot, d in sides]
+    dtype = module.weight0.dtype
+
+    def choose(sizes_known: bool):
+        return choose_grouped(
+            operands, quantizers, site, execution, dtype, sizes_known, why_unfused
+        )
+
+    try:
+        single = choose_single(
+            operands, {slot: [quantizers[slot][experts[0]]] for slot, _ in sides}, site, execution
+        )[0]
+        kernel, why_single = choose(True)
+        chosen = kernel or single
+        name, reasons = chosen.name, [chosen.reason]
+        if kernel is None:
+            name, reasons = f"{name}, expert by expert", [f"experts one by one: {why_single}"]
+            reasons.append(single.reason)
+        is_loop = kernel is None or kernel.needs_sizes
+        bucket = "emulated" if chosen.execution == "emulated" else "fast"
+        if bucket == "fast" and (is_loop or why_unfused):
+            bucket = "unoptimized"
+            if why_unfused and kernel is not None:
+                reasons.append(f"casts are plain torch, not one fused kernel ({why_unfused})")
+        try:
+            choose(False)
+        except PairRefused:
+            if site.device != "cpu":  # a CPU tensor is read on the host
+                reasons.append("m_splits must be a list")
+        reason = "; ".join(filter(None, reasons))
+    except PairRefused as refusal:
+        bucket, name, reason = "rejected", "–", str(refusal)
+    label = operands.gemm
+    if count < module.num_gemms:
+        numbers = ", ".join(str(module.first_expert + e) for e in experts)
+        label = f"{label} of experts {numbers}"
+    share = tokens * count // module.num_gemms
+    saved = {
+        "dgrad": count * _saved_bytes(operands, formats[1], site, tokens),
+        "wgrad": _saved_bytes(operands, formats[1], site, share),
+    }
+    return PlanRow(
+        module=site.name,
+        gemm=label,
+        formats=(formats[0].describe(), formats[1].describe()),
+        sources=tuple(source_of(quantizers[slot][experts[0]], d) for slot, d in sides),
+        bucket=bucket,
+        kernel=name,
+        reason=reason,
+        saved_bytes=saved.get(operands.gemm, 0),
+        wire_bytes=0,
+    )
+
+
 def _row(
     module: QuantizedModule,
     operands: GemmOperands,
@@ -172,7 +280,7 @@ def _row(
         why_unfused = why_unfused or "a user's own encode() makes the other plane"
     try:
         kernel = choose_kernel(operands, quantizers, site, recipe.resolved_execution)
-        bucket, reason = _bucket(kernel, formats, module, why_unfused)
+        bucket, reason = _bucket(kernel, operands.gemm, formats, module, why_unfused)
         name, stored = kernel.name, kernel.stored(formats[1])
         if operands.gemm in recipe.fast_accumulation and kernel.execution == "native":
             if kernel.has_fast:
@@ -196,7 +304,7 @@ def _row(
 
 
 def _bucket(
-    kernel: Kernel, formats: list[Format], module: Any, why_unfused: str
+    kernel: Kernel, gemm: str, formats: list[Format], module: Any, why_unfused: str
 ) -> tuple[str, str]:
     """Bucket of a GEMM that runs, and why it is not the bucket before."""
     if kernel.execution == "emulated":
@@ -207,6 +315,8 @@ def _bucket(
             reasons.append(f"casts are plain torch, not one fused kernel ({why_unfused})")
         if {scale_kind(f) for f in formats} == {"tensor", "row"}:
             reasons.append("the per-tensor scale is repeated for each row")
+        if gemm == "fprop" and getattr(module, "reads_norm", False):
+            reasons.append("the norm before it and the cast are two kernels")
         if module.sequence_parallel:
             reasons.append("sequence-parallel gather in high precision")
     return ("unoptimized" if reasons else "fast"), "; ".join(reasons)

@@ -85,3 +85,59 @@ def linear_slots(
         Slot("backward", 0, "grad_output", role("grad_output")),
         Slot("backward", 1, "grad_input", grad_input_role),
     )
+
+
+def layernorm_mlp_slots(
+    fc1: str,
+    fc2: str,
+    output_role: QuantizerRole | None = None,
+    grad_input_role: QuantizerRole | None = None,
+) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+    """Slots of the two layers of a LayerNormMLP, called ``fc1`` and ``fc2``.
+
+    Forward positions 0 … 2 and 3 … 5, backward 0, 1 and 2, 3: fc2 counts on where fc1 ends. fc1's
+    output goes to fc2 and fc2's grad-input to fc1, so those slots have the reader's role.
+    """
+    inner_output = QuantizerRole("linear", "input", fc2)
+    inner_gradient = QuantizerRole("linear", "grad_output", fc1)
+    first = linear_slots(fc1, inner_output, grad_input_role)
+    second = linear_slots(fc2, output_role, inner_gradient)
+    start = {d: sum(slot.direction == d for slot in first) for d in ("forward", "backward")}
+    moved = (
+        dataclasses.replace(slot, position=slot.position + start[slot.direction]) for slot in second
+    )
+    return first, tuple(moved)
+
+
+def grouped_linear_slots(
+    name: str,
+    experts: range,
+    output_role: QuantizerRole | None = None,
+    grad_input_role: QuantizerRole | None = None,
+) -> tuple[Slot, ...]:
+    """Slots of a GroupedLinear with these global expert indices: those of a Linear for each expert.
+
+    Expert g has forward positions 3g … 3g + 2 and backward positions 2g, 2g + 1, wherever it lives.
+    """
+
+    def role(tensor_type: str, expert: int) -> QuantizerRole:
+        return QuantizerRole("grouped_linear", tensor_type, name, expert)
+
+    forward = [
+        slot
+        for g in experts
+        for slot in (
+            Slot("forward", 3 * g, "input", role("input", g)),
+            Slot("forward", 3 * g + 1, "weight", role("weight", g)),
+            Slot("forward", 3 * g + 2, "output", output_role),
+        )
+    ]
+    backward = [
+        slot
+        for g in experts
+        for slot in (
+            Slot("backward", 2 * g, "grad_output", role("grad_output", g)),
+            Slot("backward", 2 * g + 1, "grad_input", grad_input_role),
+        )
+    ]
+    return (*forward, *backward)

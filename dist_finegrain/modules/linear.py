@@ -55,6 +55,8 @@ class Linear(QuantizedModule):
     value, before any launch, collective or state change.
     """
 
+    _label = "Linear"  # what errors about x call this module
+
     def __init__(
         self,
         in_features: int,
@@ -260,8 +262,12 @@ class Linear(QuantizedModule):
         keeps nothing. A kept weight lasts until the step ends.
         """
         compute_dtype = self._check_input(x)
-        weight, bias = self._weight(), self._bias()
         binding = self.bind(x.device, compute_dtype)
+        return self._multiply(x, binding, compute_dtype, is_first_microbatch)
+
+    def _multiply(self, x, binding, compute_dtype: torch.dtype, is_first_microbatch: bool | None):
+        """The layer of an x that was checked, under ``binding``: what forward returns."""
+        weight, bias = self._weight(), self._bias()
         grad_enabled = torch.is_grad_enabled()
         call = LinearCall(
             binding=binding,
@@ -313,7 +319,7 @@ class Linear(QuantizedModule):
 
     def _check_input(self, x: torch.Tensor) -> torch.dtype:
         """Everything a user can get wrong about x; returns the compute dtype."""
-        label = f"Linear {self.name!r}" if self.name else "an unnamed Linear"
+        label = f"{self._label} {self.name!r}" if self.name else f"an unnamed {self._label}"
         if x.dim() == 0 or x.shape[-1] != self.local_in_features:
             raise ValueError(
                 f"x of {label} has shape {tuple(x.shape)}; its last dimension must be "
@@ -341,6 +347,10 @@ class Linear(QuantizedModule):
                 f"x of {label} has {x.shape[0]} rows; sequence_parallel=True scatters dimension 0 "
                 f"over {self.tp_size} ranks and needs a multiple of that"
             )
+        self._check_main_grad(parameter, label)
+        return _compute_dtype(x, parameter.dtype, label)
+
+    def _check_main_grad(self, parameter: torch.Tensor, label: str) -> None:
         accumulates = self.fuse_wgrad_accumulation and torch.is_grad_enabled()
         main_grad = getattr(parameter, "main_grad", None)
         if (
@@ -353,7 +363,6 @@ class Linear(QuantizedModule):
                 f"shape {tuple(parameter.shape)}; "
                 "e.g. weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)"
             )
-        return _compute_dtype(x, parameter.dtype, label)
 
     # Delayed weight gradient.
     def backward_dw(self) -> None:

@@ -1,0 +1,44 @@
+"""LayerNormLinear and LayerNormMLP on two ranks equal the same modules on one, over SGD steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.launch import run_ranks
+from tests.distributed.layernorm_parity import refused_over_a_mesh, run_cases
+
+TIMEOUT = 300
+RECIPES = ["identity", "current", "delayed", "block", "mxfp8", "mxfp8_2d", "dequantized_columns"]
+
+
+def assert_no_errors(reports, cases):
+    for rank, report in enumerate(reports):
+        assert report["cases"] == cases
+        assert not report["errors"], f"rank {rank}:\n" + "\n".join(report["errors"])
+
+
+def test_tensor_and_sequence_parallel():
+    reports = run_ranks(run_cases, 2, RECIPES, timeout=TIMEOUT)
+    assert_no_errors(reports, len(RECIPES) * 8)
+    # Were no sum ever cut differently, the limits would be vacuous.
+    assert all(max(r["largest"][name] for r in reports) > 0 for name in RECIPES)
+
+
+def test_over_a_device_mesh():
+    """DTensor parameters: norm gradients are whole without a trainer's help."""
+    names = ["identity", "mxfp8"]
+    assert_no_errors(run_ranks(run_cases, 2, names, "", True, timeout=TIMEOUT), 2 * 6)
+
+
+@pytest.mark.parametrize(
+    "mutation, recipe, over_mesh", [("amaxes", "current", False), ("norm gradients", "mxfp8", True)]
+)
+def test_a_broken_reduction_is_noticed(mutation, recipe, over_mesh):
+    reports = run_ranks(run_cases, 2, [recipe], mutation, over_mesh, timeout=TIMEOUT)
+    assert any(report["errors"] for report in reports)
+
+
+def test_gate_over_a_device_mesh_is_refused():
+    for message in run_ranks(refused_over_a_mesh, 2):
+        assert message.startswith("activation='swiglu' with a tp_mesh of 2 ranks")
+        assert "tp_group=mesh.get_group()" in message
