@@ -67,6 +67,16 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(gpu)
 
 
+@pytest.fixture(autouse=True)
+def optimizer_steps_end_steps():
+    """A test that calls end_step() itself must not decide for the tests after it."""
+    from dist_finegrain import stepping
+
+    before = stepping._steps.user_driven
+    yield
+    stepping._steps.user_driven = before
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """Fail a test that runs too long; one stuck in C code ends the whole run with a traceback."""
