@@ -107,6 +107,9 @@ class QuantizedModule(torch.nn.Module):
         self._trained = None
         self._drop_weight_cache()
 
+    def _mark_parameters(self) -> None:
+        """Set the attributes by which Megatron knows how parameters are sharded."""
+
     def _drop_weight_cache(self) -> None:
         """Forget quantized weights that are kept across microbatches."""
 
@@ -188,6 +191,14 @@ class QuantizedModule(torch.nn.Module):
 
         quantizers, kernels = agreed(resolve, site, self.quantization_group(), device)
         log_first_emulation(site, kernels)
+        self._take_up(binding, quantizers, kernels, uses)
+        for slot in slots:
+            for plane, suffix in (("rowwise", "row"), ("columnwise", "col")):
+                text = f"{self.name}|{slot.tensor_type}||{suffix}"
+                binding.streams[slot.tensor_type, plane] = zlib.crc32(text.encode())
+
+    def _take_up(self, binding: Binding, quantizers, kernels, uses: list[DelayedUse]) -> None:
+        """Keep what one direction was resolved to."""
         binding.quantizers.update(quantizers)
         binding.kernels.update(kernels)
         binding.delayed += uses
@@ -195,10 +206,6 @@ class QuantizedModule(torch.nn.Module):
         for use in uses:
             self._delayed[use.slot.key] = use.slot
             stepping.register_slot(use.slot)
-        for slot in slots:
-            for plane, suffix in (("rowwise", "row"), ("columnwise", "col")):
-                text = f"{self.name}|{slot.tensor_type}||{suffix}"
-                binding.streams[slot.tensor_type, plane] = zlib.crc32(text.encode())
 
     # Delayed scaling.
     def _delayed_use(self, slot, child, request, frame: Frame, device) -> DelayedUse:
@@ -267,6 +274,7 @@ class QuantizedModule(torch.nn.Module):
         if any(moved):
             self._outdate()  # bound quantizers read the tensors that were left behind
         self._drop_weight_cache()
+        self._mark_parameters()  # to_empty() and the like make new parameters
         return self
 
     def _load_from_state_dict(self, *args, **kwargs):
@@ -286,6 +294,7 @@ class QuantizedModule(torch.nn.Module):
         shared = self._shared_by_copies()
         for key, value in self.__getstate__().items():
             twin.__dict__[key] = value if key in shared else copy.deepcopy(value, memo)
+        twin._mark_parameters()
         return twin
 
     def _shared_by_copies(self) -> set[str]:

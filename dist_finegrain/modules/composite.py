@@ -64,16 +64,6 @@ class Composite(QuantizedModule):
         for part in self.parts():
             part._drop_weight_cache()
 
-    def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
-        self._mark_parameters()  # to_empty() and the like make new parameters
-        return self
-
-    def __deepcopy__(self, memo):
-        twin = super().__deepcopy__(memo)
-        twin._mark_parameters()
-        return twin
-
 
 class Part(Linear):
     """A Linear whose weight and bias are ``<label>_weight`` and ``<label>_bias`` of ``whole``.

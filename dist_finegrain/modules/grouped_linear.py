@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from .. import stepping
 from ..context import Frame
 from ..distributed import collectives
 from ..formats.dtypes import check_high_precision
@@ -31,7 +30,7 @@ from .grouped_binding import (
     why_unfused,
 )
 from .grouped_linear_function import GroupedCall, GroupedLinearFunction
-from .linear import _WEIGHT_STD, PARALLEL_MODES, _compute_dtype
+from .linear import _WEIGHT_STD, _compute_dtype, check_sharding
 from .weight_cache import WeightCache
 
 
@@ -94,17 +93,8 @@ class GroupedLinear(QuantizedModule):
         _refuse_unsupported(refused)
         _check_count("num_gemms", num_gemms, 1)
         _check_count("first_expert", first_expert, 0)
-        if parallel_mode not in PARALLEL_MODES:
-            raise ValueError(
-                f"parallel_mode={parallel_mode!r}; accepted: {PARALLEL_MODES}, "
-                "e.g. parallel_mode='column'"
-            )
         tp_size = tp_size if tp_group is None else collectives.group_size(tp_group)
-        if tp_size < 1:
-            raise ValueError(
-                f"tp_size={tp_size}; accepted: a positive number of ranks, or a tp_group that has "
-                "this rank, e.g. tp_size=1"
-            )
+        check_sharding(parallel_mode, tp_size, in_features, out_features)
         if bias and tp_size > 1:
             raise ValueError(
                 f"bias=True with tp_size={tp_size}; accepted: bias=False, or tp_size=1: "
@@ -113,14 +103,6 @@ class GroupedLinear(QuantizedModule):
             )
         params_dtype = params_dtype or torch.get_default_dtype()
         check_high_precision(params_dtype, "params_dtype")
-        sharded = {"column": out_features, "row": in_features}.get(parallel_mode, tp_size)
-        if sharded % tp_size:
-            what = "out_features" if parallel_mode == "column" else "in_features"
-            raise ValueError(
-                f"{what}={sharded} is not a multiple of the tensor-parallel size {tp_size} "
-                f"with parallel_mode={parallel_mode!r}; e.g. {what}="
-                f"{math.ceil(sharded / tp_size) * tp_size}"
-            )
         super().__init__(name)
         self.num_gemms, self.first_expert = num_gemms, first_expert
         self.in_features, self.out_features = in_features, out_features
@@ -249,13 +231,7 @@ class GroupedLinear(QuantizedModule):
 
         quantizers, kernels = agreed(resolve, site, self.quantization_group(), device)
         log_first_emulation(site, kernels)
-        binding.quantizers.update(quantizers)
-        binding.kernels.update(kernels)
-        binding.delayed += uses
-        self._trained = None
-        for use in uses:
-            self._delayed[use.slot.key] = use.slot
-            stepping.register_slot(use.slot)
+        self._take_up(binding, quantizers, kernels, uses)
         for e, slots in enumerate(by_expert):
             for slot in slots:
                 for plane, suffix in (("rowwise", "row"), ("columnwise", "col")):
@@ -266,11 +242,6 @@ class GroupedLinear(QuantizedModule):
 
     def _drop_weight_cache(self) -> None:
         self._weight_cache = None
-
-    def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
-        self._mark_parameters()  # to_empty() and the like make new parameters
-        return self
 
     # Forward.
     def forward(
@@ -424,11 +395,6 @@ class GroupedLinear(QuantizedModule):
                     weight.grad += gradient
 
     # Copies.
-    def __deepcopy__(self, memo):
-        twin = super().__deepcopy__(memo)
-        twin._mark_parameters()
-        return twin
-
     def __getstate__(self) -> dict:
         state = super().__getstate__()
         state.update(_weight_cache=None, _wgrad_store=[])

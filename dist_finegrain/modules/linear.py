@@ -84,11 +84,6 @@ class Linear(QuantizedModule):
         **ub_options: Any,
     ):
         _refuse_unsupported(ub_options, ub_name, symmetric_ar_type)
-        if parallel_mode not in PARALLEL_MODES:
-            raise ValueError(
-                f"parallel_mode={parallel_mode!r}; accepted: {PARALLEL_MODES}, "
-                "e.g. parallel_mode='column'"
-            )
         if tp_mesh is not None:
             if tp_group is not None or tp_mesh.ndim != 1:
                 raise ValueError(
@@ -98,21 +93,9 @@ class Linear(QuantizedModule):
             tp_group = tp_mesh.get_group()
         if tp_group is not None:
             tp_size = collectives.group_size(tp_group)
-        if tp_size < 1:  # the size of a group without this rank is -1
-            raise ValueError(
-                f"tp_size={tp_size}; accepted: a positive number of ranks, or a tp_group that has "
-                "this rank, e.g. tp_size=1"
-            )
+        check_sharding(parallel_mode, tp_size, in_features, out_features)
         params_dtype = params_dtype or torch.get_default_dtype()
         check_high_precision(params_dtype, "params_dtype")
-        sharded = {"column": out_features, "row": in_features}.get(parallel_mode, tp_size)
-        if sharded % tp_size:
-            what = "out_features" if parallel_mode == "column" else "in_features"
-            raise ValueError(
-                f"{what}={sharded} is not a multiple of the tensor-parallel size {tp_size} "
-                f"with parallel_mode={parallel_mode!r}; e.g. {what}="
-                f"{math.ceil(sharded / tp_size) * tp_size}"
-            )
         super().__init__(name)
         self.in_features, self.out_features = in_features, out_features
         self.parallel_mode = parallel_mode
@@ -243,16 +226,6 @@ class Linear(QuantizedModule):
 
     def _drop_weight_cache(self) -> None:
         self._weight_cache = None
-
-    def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
-        self._mark_parameters()  # to_empty() and the like make new parameters
-        return self
-
-    def __deepcopy__(self, memo):
-        twin = super().__deepcopy__(memo)
-        twin._mark_parameters()
-        return twin
 
     # Forward.
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None):
@@ -409,6 +382,30 @@ class Linear(QuantizedModule):
         if self.name:
             parts.append(f"name={self.name!r}")
         return ", ".join(parts)
+
+
+def check_sharding(
+    parallel_mode: str | None, tp_size: int, in_features: int, out_features: int
+) -> None:
+    """Raise ValueError for features that ``tp_size`` ranks cannot shard in this mode."""
+    if parallel_mode not in PARALLEL_MODES:
+        raise ValueError(
+            f"parallel_mode={parallel_mode!r}; accepted: {PARALLEL_MODES}, "
+            "e.g. parallel_mode='column'"
+        )
+    if tp_size < 1:  # the size of a group without this rank is -1
+        raise ValueError(
+            f"tp_size={tp_size}; accepted: a positive number of ranks, or a tp_group that has "
+            "this rank, e.g. tp_size=1"
+        )
+    sharded = {"column": out_features, "row": in_features}.get(parallel_mode, tp_size)
+    if sharded % tp_size:
+        what = "out_features" if parallel_mode == "column" else "in_features"
+        raise ValueError(
+            f"{what}={sharded} is not a multiple of the tensor-parallel size {tp_size} "
+            f"with parallel_mode={parallel_mode!r}; e.g. {what}="
+            f"{math.ceil(sharded / tp_size) * tp_size}"
+        )
 
 
 def _compute_dtype(x: torch.Tensor, params_dtype: torch.dtype, label: str) -> torch.dtype:
