@@ -78,3 +78,14 @@ def float8_block_row_scaled_wgrad(role: QuantizerRole | None) -> Quantizer:
         rowwise_quantizer=float8_block_scaling_factory(role),
         columnwise_quantizer=Float8RowScalingQuantizer(E4M3),
     )
+
+
+def moe_nvfp4_row_scaled_fwd_mxfp8_bwd(role: QuantizerRole | None) -> Quantizer:
+    """Experts: fprop in row-scaled NVFP4, dgrad and wgrad in MXFP8; all other modules MXFP8.
+
+    Most weights are the experts', so they get the smallest format. With a scale per row what a
+    token becomes does not depend on which others its expert got.
+    """
+    if role is not None and role.module_type == "grouped_linear":
+        return nvfp4_row_scaled_fwd_mxfp8_bwd(role)
+    return mxfp8_factory(role)

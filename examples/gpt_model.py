@@ -1,5 +1,7 @@
 """A byte-level GPT: norms, embedding, head and attention from torch, linears from dist_finegrain.
 
+Its MLPs are dense, or mixtures of experts (``moe_layer.py``).
+
 Legend: S sequence, B batch, H hidden, A heads, D head size, T tensor-parallel ranks.
 
 Under sequence parallelism activations between the linears are [S/T, B, H]: rank r holds the r-th
@@ -20,13 +22,17 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from dist_finegrain import Linear
+from examples.moe_layer import BALANCE_WEIGHT, MoELayer
 
 VOCABULARY = 256
 
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of the whole model; ``tp`` ranks share each decoder layer."""
+    """Sizes of the whole model; ``tp`` ranks share each decoder layer.
+
+    experts: of the mixture in each decoder layer, of which a token uses ``top_k``; 0: a dense MLP.
+    """
 
     layers: int = 4
     hidden: int = 128
@@ -35,12 +41,19 @@ class GPTConfig:
     tp: int = 1
     sequence_parallel: bool = False
     seed: int = 0
+    experts: int = 0
+    top_k: int = 2
 
     def __post_init__(self):
         for name in ("layers", "hidden", "heads", "seq_len", "tp"):
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"{name}={value}; accepted: a positive integer, e.g. {name}=4")
+        if self.experts < 0 or (self.experts and not 1 <= self.top_k <= self.experts):
+            raise ValueError(
+                f"experts={self.experts} with top_k={self.top_k}; accepted: no expert, or top_k "
+                "from 1 to experts, e.g. experts=4 with top_k=2"
+            )
         _check_multiple("hidden", self.hidden, "2 × heads", 2 * self.heads)
         _check_multiple("heads", self.heads, "tp", self.tp)
         if self.sequence_parallel:
@@ -84,8 +97,9 @@ class MLP(torch.nn.Module):
         self.fc1 = Linear(h, 4 * h, parallel_mode="column", name=f"{prefix}.fc1", **parallel)
         self.fc2 = Linear(4 * h, h, parallel_mode="row", name=f"{prefix}.fc2", **parallel)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(functional.gelu(self.fc1(x), approximate="tanh"))
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """(y, no balancing loss), as ``MoELayer`` returns it."""
+        return self.fc2(functional.gelu(self.fc1(x), approximate="tanh")), 0.0
 
 
 class Block(torch.nn.Module):
@@ -97,11 +111,16 @@ class Block(torch.nn.Module):
         self.norm1 = torch.nn.RMSNorm(config.hidden)
         self.attention = Attention(config, prefix, parallel)
         self.norm2 = torch.nn.RMSNorm(config.hidden)
-        self.mlp = MLP(config, prefix, parallel)
+        if config.experts:
+            self.mlp = MoELayer(config.hidden, config.experts, config.top_k, prefix, parallel)
+        else:
+            self.mlp = MLP(config, prefix, parallel)
 
-    def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotation: torch.Tensor):
+        """(x after this layer, the balancing loss of its experts)."""
         x = x + self.attention(self.norm1(x), rotation)
-        return x + self.mlp(self.norm2(x))
+        y, balance = self.mlp(self.norm2(x))
+        return x + y, balance
 
 
 class GPT(torch.nn.Module):
@@ -144,7 +163,7 @@ class GPT(torch.nn.Module):
             seed = zlib.crc32(f"{self.config.seed}|{name}".encode())
             whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
             whole *= 1 / math.sqrt(shape[1])
-            if name.endswith(("proj.weight", "fc2.weight")):
+            if "proj.weight" in name or "fc2.weight" in name:  # an expert's ends with its number
                 whole *= residual
             if is_sharded:
                 whole = whole.chunk(self.config.tp, parameter.partition_dim)[self.tp_rank]
@@ -159,15 +178,19 @@ class GPT(torch.nn.Module):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """tokens, targets [S, B] int64, the same on all tp ranks → summed loss, nats, FP32.
 
-        Under sequence parallelism the sum is over this rank's S/T positions.
+        Under sequence parallelism the sum is over this rank's S/T positions. Experts' balancing
+        loss is in the gradients, not in the value.
         """
         x = self.embedding(self.local_tokens(tokens))
         rotation = self.rotation[: tokens.shape[0]]
+        balance = 0.0
         for block in self.decoder:
-            x = block(x, rotation)
+            x, of_block = block(x, rotation)
+            balance = balance + BALANCE_WEIGHT * of_block
         logits = self.head(self.norm(x)).float()
-        targets = self.local_tokens(targets)
-        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        targets = self.local_tokens(targets).flatten()
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum")
+        return loss + (balance - balance.detach()) if self.config.experts else loss
 
 
 def is_tensor_parallel(parameter: torch.nn.Parameter) -> bool:

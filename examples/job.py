@@ -38,6 +38,16 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--layers", type=int, default=4)
     model.add_argument("--hidden", type=int, default=128)
     model.add_argument("--heads", type=int, default=4)
+    model.add_argument(
+        "--moe",
+        type=int,
+        nargs="?",
+        const=4,
+        default=0,
+        metavar="EXPERTS",
+        help="every MLP is a mixture of experts, 4 where no number is given; 0: dense MLPs",
+    )
+    model.add_argument("--top-k", type=int, help="experts of a token, with --moe 2 by default")
     training = parser.add_argument_group("training")
     training.add_argument("--data", help="text file or folder; default: Python's own sources")
     training.add_argument("--steps", type=int, default=800)
@@ -89,6 +99,10 @@ class Job:
                 "plot needs matplotlib, which is not installed; accepted: no plot, or "
                 "pip install 'dist_finegrain[plot]'"
             )
+        if options.top_k is not None and not options.moe:
+            raise ValueError(
+                f"top_k={options.top_k} without moe; accepted: both, e.g. moe=4 with top_k=2"
+            )
         model = GPTConfig(
             layers=options.layers,
             hidden=options.hidden,
@@ -97,6 +111,8 @@ class Job:
             tp=tp,
             sequence_parallel=options.sequence_parallel and tp > 1,
             seed=options.seed,
+            experts=options.moe,
+            top_k=2 if options.top_k is None else options.top_k,
         )
         corpus = load_corpus(options.data)
         shortest = min(len(corpus.train), len(corpus.held_out))

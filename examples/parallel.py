@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dist_finegrain as dfg
 from examples.gpt_model import GPT, is_tensor_parallel
+from examples.moe_layer import same_choices
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -137,12 +138,16 @@ def compare_gradients(
 ) -> list[GradientComparison]:
     """Same weights, same batch, two forward contexts: cosine and norm ratio per whole parameter.
 
+    Two zero gradients agree: 1 and 1. Tokens go to the experts that the reference chose: a choice
+    that flips is no error of a gradient.
+
     reference, candidate: make the context of a forward pass, such as
     ``functools.partial(precision, recipe, "cpu", torch.bfloat16)``. Changes no weight and leaves no
     ``.grad``; all ranks take part.
     """
     expected = _gradients(model, ranks, batch, reference)
-    got = _gradients(model, ranks, batch, candidate)
+    with same_choices(model):
+        got = _gradients(model, ranks, batch, candidate)
     sums = torch.stack(
         [
             torch.stack([(a * b).sum(), a.square().sum(), b.square().sum()])
@@ -156,8 +161,9 @@ def compare_gradients(
         sharded = torch.tensor([is_tensor_parallel(p) for p in parameters], device=sums.device)
         sums = torch.where(sharded[:, None], whole, sums)
     dots, squares_a, squares_b = sums.unbind(1)
-    cosines = dots / (squares_a * squares_b).sqrt()
-    ratios = (squares_b / squares_a).sqrt()
+    are_zero = (squares_a == 0) & (squares_b == 0)  # an expert without tokens
+    cosines = torch.where(are_zero, 1, dots / (squares_a * squares_b).sqrt())
+    ratios = torch.where(are_zero, 1, (squares_b / squares_a).sqrt())
     return [
         GradientComparison(*row)
         for row in zip(names, cosines.tolist(), ratios.tolist(), strict=True)

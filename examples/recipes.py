@@ -1,8 +1,14 @@
-"""The recipe factories of the examples; ``--recipe examples.recipes:<name>`` picks one."""
+"""The recipe factories of the examples; ``--recipe examples.recipes:<name>`` picks one.
+
+``--recipe dist_finegrain.factory_zoo:<name>`` picks one of the zoo: ``zoo_recipes`` lists them.
+"""
 
 from __future__ import annotations
 
+import inspect
+
 import dist_finegrain as dfg
+from dist_finegrain import factory_zoo
 from dist_finegrain.factories import mxfp8_factory, nvfp4_factory
 
 HYBRID_MODULE = "decoder.1.fc1"
@@ -39,3 +45,14 @@ def guide_factory(role: dfg.QuantizerRole | None) -> dfg.Quantizer:
     if role is not None and role.name == HIGH_PRECISION_MODULE:
         return dfg.IdentityQuantizer()
     return mxfp8_factory(role)
+
+
+def zoo_recipes() -> list[str]:
+    """The import path, for ``--recipe``, of every recipe of the zoo, in the order of its file."""
+    return [
+        f"{factory_zoo.__name__}:{name}"
+        for name, value in vars(factory_zoo).items()
+        if inspect.isfunction(value)
+        and value.__module__ == factory_zoo.__name__
+        and not name.startswith("_")
+    ]

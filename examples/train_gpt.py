@@ -28,10 +28,12 @@ if not __package__:  # run as a file: make the examples package importable
 
 import dist_finegrain as dfg
 from dist_finegrain.ops.gemm import gemm_counts, reset_gemm_counts
+from dist_finegrain.planning import Plan
 from examples.execution import choose_execution
 from examples.gpt_model import GPT
 from examples.job import DTYPES, Job, build_parser
 from examples.loss_curve import save_loss_curve
+from examples.moe_layer import MoELayer, experts_need_host_splits
 from examples.parallel import (
     Ranks,
     backward,
@@ -138,6 +140,7 @@ class Trainer:
             if not plan.ok:
                 row = next(row for row in plan.rows if row.bucket == "rejected")
                 raise ValueError(f"{row.module} {row.gemm}: {row.reason}")
+            self.read_splits_where_needed(plan)
         unigram, self.bigram = unigram_entropy(corpus.train), bigram_entropy(corpus.train)
         log.info(
             "corpus: %s, %.1f MB to train on, %.1f MB held out; entropy in nats/byte: "
@@ -156,6 +159,16 @@ class Trainer:
             unigram=unigram,
             bigram=self.bigram,
         )
+
+    def read_splits_where_needed(self, plan: Plan) -> None:
+        """Let experts whose formats need it read their token counts on the host; says so."""
+        reason = experts_need_host_splits(plan)
+        if not reason:
+            return
+        log.info("token counts of experts are read on the host each step: %s", reason)
+        for module in self.model.modules():
+            if isinstance(module, MoELayer):
+                module.read_splits = True
 
     def run(self) -> float:
         """Train, report, and return the held-out loss in nats per byte."""

@@ -30,6 +30,7 @@ KINDS = {
     "nvfp4_1d_weight": ("nvfp4",) * 3,
     "nvfp4_row_scaled_fwd_mxfp8_bwd": ("nvfp4", "mxfp8", "mxfp8"),
     "nvfp4_row_scaled_fwd_high_precision_bwd": ("nvfp4", "identity", "identity"),
+    "moe_nvfp4_row_scaled_fwd_mxfp8_bwd": ("mxfp8",) * 3,
     "float8_block_row_scaled_wgrad": ("float8_block", "float8_block", "float8_row"),
     "high_precision_factory": ("identity",) * 3,
     "delayed_scaling_factory": ("float8_delayed",) * 3,
@@ -60,3 +61,13 @@ def test_block_with_row_scaled_wgrad_is_native_on_hopper_without_the_slow_kernel
     recipe = dfg.CustomRecipe(factory_zoo.float8_block_row_scaled_wgrad, execution="native")
     result = dfg.plan(dfg.Linear(256, 256, name="fc"), recipe, device="sm_90")
     assert [r.kernel.split()[1] for r in result.rows] == ["128-block"] * 2 + ["rowwise"]
+
+
+def test_moe_recipe_tells_experts_from_dense_layers():
+    recipe = emulated(factory_zoo.moe_nvfp4_row_scaled_fwd_mxfp8_bwd)
+    experts = dfg.plan(dfg.GroupedLinear(4, 64, 48, name="fc"), recipe)
+    assert experts.ok and [row.gemm for row in experts.rows] == ["fprop", "dgrad", "wgrad"]
+    assert experts.rows[0].formats == ("nvfp4(e2m1, row-scaled)",) * 2
+    assert {f for row in experts.rows[1:] for f in row.formats} == {"mxfp8(e4m3)"}
+    dense = dfg.plan(dfg.Linear(64, 48, name="fc"), recipe)
+    assert {f for row in dense.rows for f in row.formats} == {"mxfp8(e4m3)"}

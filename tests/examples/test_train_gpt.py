@@ -6,7 +6,6 @@ Cheapest first: the command line, one process, then two and four ranks, then the
 import collections
 import functools
 import json
-import statistics
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ from examples.parallel import (
 )
 from examples.train_gpt import learning_rate, main
 from tests.distributed.launch import ROOT, run_ranks
+from tests.examples.gradient_limits import check_agreement
 
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 TINY = ["--hidden", 32, "--heads", 2, "--seq-len", 32, "--batch", 2, "--log-interval", 1]
@@ -50,6 +50,10 @@ def make_job(arguments: str, world: int) -> Job:
         ("--heads 3 --hidden 96", 2, r"heads=3; accepted: a multiple of tp = 2, e.g. heads=4"),
         ("--hidden 130", 2, r"hidden=130; accepted: a multiple of 2 × heads = 8, e.g. hidden=136"),
         ("--seq-len 33", 2, r"seq_len=33; accepted: a multiple of tp = 2, e.g. seq_len=34"),
+        ("--top-k 2", 1, r"top_k=2 without moe; accepted: both, e.g. moe=4 with top_k=2"),
+        ("--moe --top-k 5", 1, r"experts=4 with top_k=5; accepted: no expert, or top_k from 1"),
+        ("--moe 3 --top-k 0", 1, r"experts=3 with top_k=0"),
+        ("--moe -1", 1, r"experts=-1 with top_k=2"),
         ("--layers 0", 1, r"layers=0; accepted: a positive integer"),
         ("--steps 0", 1, r"steps=0; accepted: a positive integer"),
         ("--recipe nowhere:factory", 1, r"recipe='nowhere:factory' cannot be imported"),
@@ -73,6 +77,10 @@ def test_defaults_fit_any_even_world():
     job = make_job("--recipe bf16 --seq-len 33 --no-sequence-parallel", 2)
     assert job.recipe is None and not job.model.sequence_parallel
     assert not make_job("", 1).model.sequence_parallel
+    assert job.model.experts == 0
+    mixture = make_job("--moe", 2).model
+    assert (mixture.experts, mixture.top_k, mixture.sequence_parallel) == (4, 2, True)
+    assert make_job("--moe 8 --top-k 1", 1).model.experts == 8
 
 
 def test_missing_matplotlib_names_the_extra(monkeypatch):
@@ -156,44 +164,24 @@ def test_same_precision_gives_the_same_gradient():
     assert all(p.grad is None for p in model.parameters())
 
 
-def check_agreement(rows, factory) -> None:
-    """The limits that a format's gradient is held to against high precision."""
-    weights = [r for r in rows if r.parameter.startswith("decoder") and is_matrix(r.parameter)]
-    others = [r for r in rows if r not in weights]
-    assert len(weights) >= 4 and others
-    cosines = [r.cosine for r in weights]
-    weight_limit, other_limit, norm_limit = (
-        (0.90, 0.85, 0.20) if factory is nvfp4_factory else (0.99, 0.98, 0.07)
-    )
-    assert min(cosines) >= weight_limit, sorted(weights, key=lambda r: r.cosine)[:3]
-    if factory is nvfp4_factory:
-        assert statistics.median(cosines) >= 0.93
-    assert min(r.cosine for r in others) >= other_limit, sorted(others, key=lambda r: r.cosine)[:3]
-    for row in rows:
-        assert abs(row.norm_ratio - 1) <= norm_limit, row
-
-
-def is_matrix(name: str) -> bool:
-    return name.endswith(("qkv.weight", "proj.weight", "fc1.weight", "fc2.weight"))
-
-
 @pytest.mark.parametrize("factory", [mxfp8_factory, nvfp4_factory])
 def test_quantized_gradient_agrees_with_high_precision(factory):
     model = GPT(tiny_config(hidden=128))
     rows = compare_gradients(
         model, Ranks(), tiny_batch(16), forward_context(), forward_context(factory)
     )
-    check_agreement(rows, factory)
+    check_agreement(rows, has_nvfp4=factory is nvfp4_factory)
     assert min(row.cosine for row in rows) < 0.9999  # something was quantized
 
 
 # Several ranks.
 
 
-def train_three_steps(tp: int, sequence_parallel: bool) -> tuple[list, dict, float]:
+def train_three_steps(tp: int, sequence_parallel: bool, experts: int) -> tuple[list, dict, float]:
     """SGD in FP32 with clipping: (loss, gradient norm) by step, this rank's weights, final loss."""
     ranks = Ranks.create(tp, "cpu") if dist.is_initialized() else Ranks()
-    model = GPT(tiny_config(tp=tp, sequence_parallel=sequence_parallel), ranks.tp_group)
+    config = tiny_config(tp=tp, sequence_parallel=sequence_parallel, experts=experts)
+    model = GPT(config, ranks.tp_group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     context = forward_context(dtype=torch.float32)
     steps = []
@@ -212,8 +200,8 @@ def train_three_steps(tp: int, sequence_parallel: bool) -> tuple[list, dict, flo
     return steps, weights, held_out_loss(model, ranks, [tiny_batch(4, seed=9)], context)
 
 
-def train_variants(variants: list[tuple[int, bool]]) -> list:
-    return [train_three_steps(*variant) for variant in variants]
+def train_variants(variants: list[tuple[int, bool]], experts: int) -> list:
+    return [train_three_steps(*variant, experts) for variant in variants]
 
 
 def whole(shards: list[tuple[torch.Tensor, int | None]]) -> torch.Tensor:
@@ -226,14 +214,15 @@ def whole(shards: list[tuple[torch.Tensor, int | None]]) -> torch.Tensor:
     return tensors[0]
 
 
+@pytest.mark.parametrize("experts", [0, 4])
 @pytest.mark.parametrize(
     "world, variants",
     [(2, [(2, True), (2, False), (1, False)]), (4, [(2, True), (4, True), (4, False)])],
 )
-def test_every_parallelism_trains_the_same_model(world, variants):
-    steps, weights, held_out = train_three_steps(1, False)
+def test_every_parallelism_trains_the_same_model(world, variants, experts):
+    steps, weights, held_out = train_three_steps(1, False, experts)
     assert all(norm > 1 for _, norm in steps)  # clipping acts
-    by_rank = run_ranks(train_variants, world, variants)
+    by_rank = run_ranks(train_variants, world, variants, experts)
     for index, (tp, _) in enumerate(variants):
         results = [rank[index] for rank in by_rank]
         for got_steps, _, got_held_out in results:
@@ -245,23 +234,25 @@ def test_every_parallelism_trains_the_same_model(world, variants):
                 torch.testing.assert_close(got, expected, rtol=0, atol=2e-6, msg=name)
 
 
-def compare_on_ranks(sequence_parallel: bool) -> list:
+def compare_on_ranks(sequence_parallel: bool, experts: int) -> list:
     ranks = Ranks.create(2, "cpu")
-    model = GPT(tiny_config(tp=2, sequence_parallel=sequence_parallel), ranks.tp_group)
+    config = tiny_config(tp=2, sequence_parallel=sequence_parallel, experts=experts)
+    model = GPT(config, ranks.tp_group)
     batch = tiny_batch(16)
     return compare_gradients(model, ranks, batch, forward_context(), forward_context(mxfp8_factory))
 
 
+@pytest.mark.parametrize("experts", [0, 4])
 @pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_gradient_comparison_covers_the_whole_parameter(sequence_parallel):
+def test_gradient_comparison_covers_the_whole_parameter(sequence_parallel, experts):
     expected = compare_gradients(
-        GPT(tiny_config()),
+        GPT(tiny_config(experts=experts)),
         Ranks(),
         tiny_batch(16),
         forward_context(),
         forward_context(mxfp8_factory),
     )
-    first, second = run_ranks(compare_on_ranks, 2, sequence_parallel)
+    first, second = run_ranks(compare_on_ranks, 2, sequence_parallel, experts)
     assert first == second
     for got, want in zip(first, expected, strict=True):
         # Partial sums are rounded to BF16 on the ranks, so the comparisons differ a little.
@@ -297,6 +288,20 @@ def test_short_run_reports_and_counts_what_the_plan_says(tmp_path):
     assert (tmp_path / "loss.png").stat().st_size > 5000
 
 
+def test_short_run_with_experts_counts_one_gemm_per_expert(tmp_path):
+    recipe = "dist_finegrain.factory_zoo:moe_nvfp4_row_scaled_fwd_mxfp8_bwd"
+    arguments = [*TINY, "--steps", 2, "--layers", 2, "--moe", 3, "--recipe", recipe]
+    run_ranks(SCRIPT, 2, *arguments, "--out", tmp_path)
+    events = read_metrics(tmp_path)
+    expected = collections.Counter()
+    for row in events["plan"][0]["rows"]:
+        is_grouped = row["module"].endswith(("fc1", "fc2"))
+        expected[" | ".join([row["gemm"], *row["formats"]])] += 2 * (3 if is_grouped else 1)
+    assert events["gemms"][0]["counts"] == expected
+    assert "fprop | nvfp4(e2m1, row-scaled) | nvfp4(e2m1, row-scaled)" in expected
+    assert 2 < events["held_out"][0]["loss"] < 7
+
+
 def factory_that_fails_on_rank_one(role):
     if dist.get_rank() == 1:
         raise RuntimeError("deliberate failure")
@@ -324,7 +329,7 @@ def test_quick_start_reaches_its_loss_and_bf16_agrees(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=0.015)
     for record in guide["gradients"]:
         rows = [GradientComparison(**row) for row in record["rows"]]
-        check_agreement(rows, recipes.guide_factory)
+        check_agreement(rows, has_nvfp4=False)
 
 
 @pytest.mark.slow
@@ -335,5 +340,6 @@ def test_nvfp4_gradients_agree_at_the_first_and_the_last_step(tmp_path):
     events = read_metrics(tmp_path)
     assert [record["step"] for record in events["gradients"]] == [1, events["config"][0]["steps"]]
     for record in events["gradients"]:
-        check_agreement([GradientComparison(**row) for row in record["rows"]], nvfp4_factory)
+        rows = [GradientComparison(**row) for row in record["rows"]]
+        check_agreement(rows, has_nvfp4=True)
     assert events["held_out"][0]["loss"] < 2.2
