@@ -33,6 +33,9 @@ ROOT = Path(__file__).resolve().parent
 NAME = "dist_finegrain._C"
 RECORD = Path("dist_finegrain", "_build.json")
 CXX_FLAGS = ["-O3", "-ffp-contract=off", "-fopenmp", "-Wall"]  # -std is what this torch needs
+# A compiler that links its C++ runtime statically would mix it with torch's: numbers in messages
+# are then printed by a facet of the other one, or crash.
+LINK_FLAGS = ["-Wl,--exclude-libs,libstdc++.a"]
 NVCC_FLAGS = [
     "-O3", "-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true",
     "-lineinfo", "-Xcompiler=-ffp-contract=off",
@@ -181,6 +184,7 @@ def plan_extension() -> tuple[Extension, dict]:
     arguments = {
         "define_macros": [],
         "extra_compile_args": {"cxx": CXX_FLAGS},
+        "extra_link_args": LINK_FLAGS,
         "depends": sources("csrc/**/*.h") + sources("csrc/**/*.cuh"),
         "optional": True,
     }

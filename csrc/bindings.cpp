@@ -1,9 +1,10 @@
 // The operators torch.ops.dist_finegrain.*: schemas, the CPU side, and the module
-// dist_finegrain._C. They write into their arguments and return nothing; their fake kernels are in
-// extension.py.
+// dist_finegrain._C. But for `linear` they write into their arguments and return nothing. Their
+// fake kernels are in extension.py.
 #include "bindings.h"
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <torch/library.h>
 
 #include <stdexcept>
@@ -37,6 +38,9 @@ TORCH_LIBRARY(dist_finegrain, m) {
   m.def(
       "gemm(Tensor a, Tensor b, int a_options, int b_options, Tensor? a_scales, Tensor? b_scales, "
       "Tensor? alpha, Tensor? bias, Tensor(a!) out, bool accumulate, bool fast) -> ()");
+  m.def(
+      "linear(Tensor x, Tensor weight, Tensor? bias, int[] plan, float[] epsilons, "
+      "Tensor?[] delayed, bool needs_dgrad, bool needs_wgrad, bool record) -> Tensor");
 }
 
 namespace dfg {
@@ -138,6 +142,9 @@ PYBIND11_MODULE(_C, m) {
   m.attr("ABI") = dfg::kAbi;
   m.doc() = "Registers torch.ops.dist_finegrain; dist_finegrain.extension is its Python face.";
   m.def("why_no_gemm", &dfg::why_no_gemm, "Why cuBLASLt cannot be used here; empty if it can.");
+  m.def("gemm_counter", &dfg::new_gemm_counter, "A counter for the plan of a linear layer.");
+  m.def("gemm_counts", &dfg::gemm_counts, "fprop, dgrad and wgrad run, for each counter.");
+  m.def("reset_gemm_counts", &dfg::reset_gemm_counts);
   m.def("cpu_variant", &dfg::variant, "Instruction set that the CPU kernels run with.");
   m.def("choose_cpu_variant", &dfg::choose_variant, pybind11::arg("name"),
         "For tests: run with this instruction set, \"\" for the best that the processor has.");

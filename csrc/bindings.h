@@ -5,6 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <vector>
 
 #include "kernels.h"
 
@@ -12,7 +13,7 @@ namespace dfg {
 
 // Of the operators: raised, with that of extension.py, when a schema or the meaning of an option
 // changes.
-constexpr int kAbi = 3;
+constexpr int kAbi = 4;
 
 using OptionalTensor = std::optional<at::Tensor>;
 
@@ -60,6 +61,36 @@ using OptionalTensor = std::optional<at::Tensor>;
 CastArgs cast_args(DFG_CAST_PARAMETERS);
 MeasureArgs measure_args(DFG_MEASURE_PARAMETERS);
 DecodeArgs decode_args(DFG_DECODE_PARAMETERS);
+// Uninitialised buffers of the plane (rows, contraction) of `x`, as `cast_args` asks for them.
+std::vector<at::Tensor> empty_plane(int64_t options, int64_t rows, int64_t contraction,
+                                    const at::Tensor& x);
+// One matrix of a layer as it is quantized: planes of [M, K] and of [K, M], 0 for none. Without
+// stochastic rounding; `dequantized` only beside a column that is not measured.
+struct QuantizeOptions {
+  int64_t row = 0, column = 0;
+  double row_epsilon = 0.0, column_epsilon = 0.0;
+  bool dequantized = false;
+  bool bias_grad = false;
+  OptionalTensor row_scale, column_scale;  // of delayed scaling, with the amaxes that are raised
+  OptionalTensor row_amax, column_amax;
+};
+// Buffers of both planes, and the partial bias gradients [⌈M/128⌉, K].
+struct Quantized {
+  std::vector<at::Tensor> row, column;
+  OptionalTensor bias_partials;
+};
+// Allocates, measures and casts by the operators `measure` and `cast`.
+Quantized quantize(const at::Tensor& x, const QuantizeOptions& options);
+
+// GEMMs that `linear` has run, by counter: fprop, dgrad, wgrad.
+int64_t new_gemm_counter();
+std::vector<std::vector<int64_t>> gemm_counts();
+void reset_gemm_counts();
+
+// What has to be measured before a plane of these options can be written: nothing, the amax of the
+// matrix, of the rotated matrix, or one per row.
+enum class Statistic { none, tensor, rotated_tensor, row };
+Statistic measured_statistic(int64_t options);
 // table int64 [slots, 5] holds a DelayedSlot per row, made from these very tensors.
 void check_update(DFG_UPDATE_PARAMETERS);
 

@@ -1,6 +1,7 @@
 // Every check of the operators, before anything is launched.
 #include "bindings.h"
 
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
 #include <sstream>
@@ -213,13 +214,15 @@ Groups groups_of(const OptionalTensor& ends, const OptionalTensor& column_ends,
   groups.ends = static_cast<const int32_t*>(ends->const_data_ptr());
   TORCH_CHECK_VALUE(x.size(0) <= INT32_MAX, "x has ", x.size(0),
                     " rows; accepted with ends: at most ", INT32_MAX, ", as ends are int32");
-  // Those of a GPU cannot be looked at without waiting for it; its kernels take the nearest in order.
+  // Those of a GPU cannot be looked at without waiting for it; its kernels take the nearest in
+  // order.
   int64_t before = 0;
   for (int32_t e = 0; x.is_cpu() && e < groups.count; before = groups.ends[e++]) {
     const bool is_last = e + 1 == groups.count;
     TORCH_CHECK_VALUE(groups.ends[e] >= before && groups.ends[e] <= x.size(0) &&
                           (!is_last || groups.ends[e] == x.size(0)),
-                      "ends[", e, "] is ", groups.ends[e], " after ", before, " in x of ", x.size(0),
+                      "ends[", e, "] is ", groups.ends[e], " after ", before, " in x of ",
+                      x.size(0),
                       " rows; accepted: non-decreasing ends, the last one the number of rows");
   }
   if (column_ends) {
@@ -246,6 +249,31 @@ void check_dequantized(bool dequantized, const PlaneOptions& row, const PlaneOpt
 }
 
 }  // namespace
+
+std::vector<at::Tensor> empty_plane(int64_t options, int64_t rows, int64_t contraction,
+                                    const at::Tensor& x) {
+  const PlaneOptions o = unpack("", options, 0.0);
+  const int64_t stored_rows = ceil_to(rows, kRowMultiple);
+  const int64_t stored = ceil_to(contraction, contraction_multiple(o));
+  const auto bytes = x.options().dtype(at::kByte), floats = x.options().dtype(at::kFloat);
+  std::vector<at::Tensor> buffers;
+  buffers.push_back(at::empty({stored_rows, stored / (o.codec == Codec::nvfp4 ? 2 : 1)}, bytes));
+  if (has_scales(o)) {
+    buffers.push_back(at::empty(scale_shape(o, rows, contraction, stored_rows, stored),
+                                o.codec == Codec::block ? floats : bytes));
+  }
+  if (has_outer(o)) {
+    buffers.push_back(at::empty(Shape{rows, contraction}.per_row_or_one(o, stored_rows), floats));
+  }
+  return buffers;
+}
+
+Statistic measured_statistic(int64_t options) {
+  const PlaneOptions o = unpack("", options, 0.0);
+  if (!has_outer(o) || o.scale_given) return Statistic::none;
+  if (o.row_scaled) return Statistic::row;
+  return o.rht == Rht::off ? Statistic::tensor : Statistic::rotated_tensor;
+}
 
 CastArgs cast_args(DFG_CAST_PARAMETERS) {
   CastArgs args;

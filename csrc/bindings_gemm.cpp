@@ -84,7 +84,8 @@ void set_scales(const char* name, const OptionalTensor& scales, int64_t rows, in
                     "; accepted: ", dtype, " with ", count, " elements, contiguous, on ",
                     a.device());
   operand->scales = scales->const_data_ptr();
-  TORCH_CHECK_VALUE(mode == ScaleMode::scalar || is_aligned(operand->scales), name,
+  // The library has no kernel for others, not even for a single scale.
+  TORCH_CHECK_VALUE(is_aligned(operand->scales), name,
                     "_scales starts at an address that is no multiple of ", kAlignment,
                     "; accepted: an aligned buffer, e.g. what torch.empty returns");
 }
@@ -153,7 +154,7 @@ GemmArgs gemm_args(DFG_GEMM_PARAMETERS) {
   const int64_t k = set_operand("b", b, args.n, a, &args.b);
   TORCH_CHECK_VALUE(args.k == k && k > 0, "a contracts over ", args.k, " elements, b over ", k,
                     "; accepted: the same number, at least 1");
-  // The library has no such kernel, and its heuristic (13.1) does not survive being asked for one.
+  // The library has no such kernel.
   TORCH_CHECK_VALUE(args.a.mode != ScaleMode::block128 || args.b.mode != ScaleMode::block128,
                     "a and b both have 128x128 scales; accepted: at least one with 1x128");
   set_scales("a", a_scales, a.size(0), k, a, &args.a);

@@ -28,6 +28,7 @@ from .formats.nvfp4 import NVFP4Quantizer
 from .formats.quantizer import Quantizer
 from .formats.requests import DelayedScalingRequest, FP8Format, QuantizerRequest
 from .formats.tensors import HybridQuantizedTensor, IdentityTensor, QuantizedTensor
+from .model_init import quantized_model_init
 from .modules.grouped_linear import GroupedLinear
 from .modules.layernorm_linear import LayerNormLinear
 from .modules.layernorm_mlp import LayerNormMLP
@@ -35,6 +36,7 @@ from .modules.linear import Linear
 from .naming import assign_names
 from .planning import plan
 from .recipe import CustomRecipe
+from .recomputation import recompute
 from .roles import QuantizerRole
 from .stepping import end_step
 
@@ -70,5 +72,7 @@ __all__ = [
     "factories",
     "factory_zoo",
     "plan",
+    "quantized_model_init",
     "recipe",
+    "recompute",
 ]

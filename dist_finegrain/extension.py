@@ -12,6 +12,7 @@ import importlib
 import json
 import re
 import sysconfig
+import types
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ import torch
 _RECORD = Path(__file__).with_name("_build.json")  # written by setup.py
 _REBUILD = "build it with: pip install --no-build-isolation -e ."
 _OLDEST_SM = 90
-_ABI = 3  # that of csrc/bindings.h
+_ABI = 4  # that of csrc/bindings.h
 _OPERATORS = ("cast", "measure", "decode", "update_delayed", "gemm")
 
 
@@ -86,6 +87,11 @@ def why_unsupported(kind: str) -> str:
     return f"the CUDA kernels need sm_{_OLDEST_SM} or newer"
 
 
+def compiled_module() -> types.ModuleType:
+    """dist_finegrain._C; only where ``build_info()`` has some of it."""
+    return importlib.import_module("dist_finegrain._C")
+
+
 def _runs_on(name: str, capability: tuple[int, int]) -> bool:
     """Whether code such as "sm_90a" or "compute_90" runs on a GPU of this compute capability."""
     kind, major, minor, suffix = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name).groups()
@@ -125,12 +131,17 @@ def _load(record: Path = _RECORD) -> BuildInfo:
         return _missing(f"dist_finegrain._C cannot be loaded ({error}); {_REBUILD}", built["torch"])
     for name in _OPERATORS:
         torch.library.register_fake(f"dist_finegrain::{name}", _writes_its_arguments)
+    torch.library.register_fake("dist_finegrain::linear", _of_linear)
     reasons = (built["cpu"], built["cuda"], gemm_reason)
     return BuildInfo(variant, tuple(built["archs"]), built["torch"], *reasons)
 
 
 def _writes_its_arguments(*args, **kwargs) -> None:
-    """Fake kernel of every operator: they allocate and return nothing."""
+    """Fake kernel of every operator but ``linear``: they allocate and return nothing."""
+
+
+def _of_linear(x, weight, *args, **kwargs) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
 
 
 _info = _load()

@@ -94,6 +94,7 @@ PLAIN = {
     "nvfp4_1d": factory_zoo.nvfp4_1d_weight,
     "nvfp4_stochastic": nvfp4_stochastic,
 }
+# Without the zoo's MoE recipe: it tells experts from Linears, which tests compare.
 HYBRID = {
     "guide": guide_factory,
     "mxfp8_fwd_nvfp4_bwd": factory_zoo.mxfp8_fwd_nvfp4_bwd,

@@ -166,6 +166,17 @@ def saturating_to(
     return result.masked_fill_(values.isnan(), torch.nan)
 
 
+def in_memory_order(part: torch.Tensor | None) -> tuple[torch.Tensor | None, bool]:
+    """(what to save of a buffer, whether it is the transpose of the buffer).
+
+    Saved-tensor hooks give back values in strides of their own choice, and strides decide in which
+    order a high-precision product is summed.
+    """
+    if part is None or part.dim() != 2 or part.is_contiguous() or not part.t().is_contiguous():
+        return part, False
+    return part.t(), True
+
+
 def padded(x: torch.Tensor, row_multiple: int, contraction_multiple: int) -> torch.Tensor:
     """``x`` [R, C] with zero rows and columns up to the given multiples (``x`` itself if none)."""
     rows, contraction = x.shape

@@ -383,6 +383,9 @@ def write_plane(target: Plane, source: Plane, noop_flag: torch.Tensor | None = N
         if noop_flag is not None:
             new = torch.where(noop_flag.to(old.device) != 0, old, new.to(old.device))
         old.copy_(new)
+        if not old.is_inference():
+            # Below __torch_dispatch__ no write is counted; a saved plane must notice this one.
+            torch.autograd.graph.increment_version(old)
     if noop_flag is None:
         target.format = source.format  # a user's format may carry what decode() needs
 

@@ -138,18 +138,16 @@ class QuantizedModule(torch.nn.Module):
             self._step, self._training_forwards = now, 0
             self._frames.clear()
         frame = current_frame()
-        if not frame.is_default:
+        if not frame.is_default or not stepping.inside_backward():
             key = (frame.enabled, frame.token, frame.amax_reduction_group)
             self._frames.setdefault(key, frame)
-            return frame
-        if not stepping.inside_backward():
-            self._frames.setdefault(None, frame)
             return frame
         if len(self._frames) > 1:
             raise RuntimeError(
                 f"{self.resolution_site('this device')} ran under {len(self._frames)} recipes in "
-                "this step, so its recomputation in backward cannot know which to use; open "
-                "autocast(recipe=...) inside the checkpointed function"
+                "this step, so its recomputation in backward cannot know which to use; accepted: "
+                "dist_finegrain.recompute(), or autocast(recipe=...) that context_fn returns or "
+                "that is opened inside the checkpointed function"
             )
         return next(iter(self._frames.values()), frame)
 

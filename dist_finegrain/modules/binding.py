@@ -46,6 +46,7 @@ class Binding:
     # What follows from the above, found once: by tensor type, and the number of kernels known then.
     _stochastic: dict[str, bool] = dataclasses.field(default_factory=dict)
     _swizzled: dict[tuple[str, int], frozenset[Direction]] = dataclasses.field(default_factory=dict)
+    direct: dict[tuple[torch.device, int], Any] = dataclasses.field(default_factory=dict)
 
     def rounding(self, tensor_type: str, rows: int, columns: int) -> dict[Direction, Rounding]:
         """Where stochastic rounding of this slot's planes draws from in this step; {} without any.

@@ -116,5 +116,12 @@ class Part(Linear):
         """Set Megatron's attributes on this part's parameters."""
         super()._mark_parameters()
 
+    def quantize_parameters(self) -> None:
+        """Store this part's weight quantized where quantized_model_init is open."""
+        super()._quantize_parameters()
+
+    def _quantize_parameters(self) -> None:
+        """Left to the whole module: the slots are known when it has all its parts."""
+
     def _mark_parameters(self) -> None:
         """Left to the whole module: while it is being copied it has no parameters yet."""

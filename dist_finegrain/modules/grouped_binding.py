@@ -6,6 +6,8 @@ A Binding of GroupedLinear holds quantizers and kernels under ``expert_key``: of
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
@@ -20,6 +22,7 @@ from ..resolution import Site
 from ..roles import LINEAR_GEMMS, GemmOperands
 from .binding import HIGH_PRECISION, Binding
 
+_KEPT_WAYS = 8
 Quantizers = Mapping[str, Sequence[Quantizer]]  # tensor type → one per expert
 
 
@@ -141,6 +144,53 @@ def grouped_kernels(
         for g in LINEAR_GEMMS
         if g.a in quantizers and g.b in quantizers
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Ways:
+    """How the GEMMs of a binding run: kernels by GEMM, as ``grouped_kernels`` gives them.
+
+    together: tensor types that are cast for all experts at once.
+    """
+
+    binding: Binding
+    kernels: dict[str, GroupedKernel | None]
+    together: frozenset[str]
+
+
+class KeptWays:
+    """The ways of a module's bindings, each chosen at its first forward."""
+
+    def __init__(self):
+        self._ways: collections.OrderedDict[tuple, Ways] = collections.OrderedDict()
+
+    def of(
+        self,
+        binding: Binding,
+        site: Site,
+        experts: int,
+        dtype: torch.dtype,
+        sizes_known: bool,
+        device: torch.device,
+    ) -> Ways:
+        """Arguments and errors as for ``grouped_kernels``; ``site`` is this module's always."""
+        # Held by what is kept, no other binding can get this one's id.
+        key = (id(binding), binding.has_backward, dtype, sizes_known, device)
+        found = self._ways.get(key)
+        if found is None:
+            execution = binding.recipe.resolved_execution if binding.recipe else "native"
+            kernels = grouped_kernels(binding, site, execution, experts, dtype, sizes_known, device)
+            reason = why_unfused(device)
+            kinds = quantizers_of(binding, experts).items()
+            together = frozenset(k for k, q in kinds if not why_not_together(k, q, reason))
+            found = self._ways[key] = Ways(binding, kernels, together)
+            if len(self._ways) > _KEPT_WAYS:
+                self._ways.popitem(last=False)
+        return found
+
+    def clear(self) -> None:
+        """Forget them: what the bindings depend on changed."""
+        self._ways.clear()
 
 
 def choose_single(operands: GemmOperands, quantizers: Quantizers, site: Site, execution: str):

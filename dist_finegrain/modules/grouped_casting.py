@@ -15,7 +15,7 @@ from ..formats import fused
 from ..formats.casting import CastJob, run_casts
 from ..formats.float8 import Float8TensorFormat
 from ..formats.fused_grouped import cast_grouped, measure_grouped
-from ..formats.plane import Direction, Format, Plane
+from ..formats.plane import Direction, Format, Plane, in_memory_order
 from ..formats.quantizer import Quantizer
 from ..ops.experts import Experts, column_widths, part, sliceable
 
@@ -49,12 +49,18 @@ class Operand:
             start += step
         return cuts
 
+    def stacked(self) -> Experts:
+        """Of W: all experts in the buffers of one plane, copied there if cast one by one."""
+        return self.experts or Experts.of_planes(self.planes)
+
     def unpack(self) -> tuple[Operand, list[torch.Tensor | None]]:
         """(the description without buffers, the buffers), for autograd's saved tensors."""
         held = [self.tokens, self.experts and self.experts.plane, *self.planes]
-        tensors = [t for plane in held if plane is not None for t in plane.parts]
+        saved = [in_memory_order(t) for plane in held if plane is not None for t in plane.parts]
+        tensors, turned = [t for t, _ in saved], iter([is_turned for _, is_turned in saved])
+        # In the place of each buffer: whether its transpose was saved.
         bare = self._with(
-            lambda plane: dataclasses.replace(plane, parts=(None,) * len(plane.parts))
+            lambda plane: dataclasses.replace(plane, parts=tuple(next(turned) for _ in plane.parts))
         )
         return dataclasses.replace(bare, column_ends=None), [self.column_ends, *tensors]
 
@@ -62,9 +68,12 @@ class Operand:
         """The inverse of ``unpack``."""
         rest = iter(tensors)
         column_ends = next(rest)
-        full = self._with(
-            lambda plane: dataclasses.replace(plane, parts=tuple(next(rest) for _ in plane.parts))
-        )
+
+        def filled(plane: Plane) -> Plane:
+            parts = [(next(rest), is_turned) for is_turned in plane.parts]
+            return dataclasses.replace(plane, parts=tuple(p.t() if t else p for p, t in parts))
+
+        full = self._with(filled)
         return dataclasses.replace(full, column_ends=column_ends)
 
     def _with(self, change: Callable[[Plane], Plane]) -> Operand:
@@ -217,25 +226,3 @@ def each_operand(jobs: Sequence[CastJob], direction: Direction) -> Operand | Non
     """The planes that the experts' jobs made, expert by expert; None where none was asked for."""
     planes = tuple(job.planes[direction] for job in jobs)
     return None if planes[0] is None else Operand(planes)
-
-
-def weights_in_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[E·N, K] of weights [N, K]: a view where they follow each other in memory, else a copy."""
-    first = weights[0]
-    size = first.numel() * first.element_size()
-    start = first.data_ptr()
-    are_adjacent = all(
-        w.is_contiguous()
-        and w.data_ptr() == start + e * size
-        and w.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        for e, w in enumerate(weights)
-    )
-    rows, columns = first.shape
-    if are_adjacent:
-        return first.as_strided((len(weights) * rows, columns), (columns, 1))
-    return torch.cat(tuple(weights))
-
-
-def weight_ends(experts: int, rows: int, device: torch.device) -> torch.Tensor:
-    """int32 [E]: where each expert's rows of the weights in one end."""
-    return torch.arange(rows, experts * rows + 1, rows, dtype=torch.int32, device=device)

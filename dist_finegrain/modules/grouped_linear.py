@@ -14,23 +14,31 @@ import torch
 from ..context import Frame
 from ..distributed import collectives
 from ..formats.dtypes import check_high_precision
+from ..formats.plane import DIRECTIONS
 from ..formats.quantizer import Quantizer
+from ..formats.tensors import QuantizedTensor
 from ..ops.gemm import device_kind
 from ..resolution import Site, ask_factory, describe_recipe, describe_slots
 from ..roles import LINEAR_GEMMS, Slot, grouped_linear_slots
 from .base import QuantizedModule
 from .binding import HIGH_PRECISION, Binding, DelayedUse, agreed, log_first_emulation
 from .grouped_binding import (
+    KeptWays,
     choose_single,
     expert_key,
-    grouped_kernels,
     high_precision_binding,
     quantizers_of,
-    why_not_together,
-    why_unfused,
 )
+from .grouped_casting import Operand
 from .grouped_linear_function import GroupedCall, GroupedLinearFunction
+from .grouped_weights import (
+    are_copies_of_one_storage,
+    join_weights,
+    new_weights,
+    view_in_one,
+)
 from .linear import _WEIGHT_STD, _compute_dtype, check_sharding
+from .quantized_weights import forget_initial_value, quantize_parameters, stored_planes
 from .weight_cache import WeightCache
 
 
@@ -38,7 +46,10 @@ class GroupedLinear(QuantizedModule):
     """Applies y_e = x_e W_eᵀ + b_e for E = num_gemms experts (of a mixture of experts).
 
     weight0 … weight{E-1} [out_features, in_features]: [out/tp, in] with parallel_mode="column",
-    [out, in/tp] with "row". bias0 … bias{E-1} [out_features].
+    [out, in/tp] with "row". bias0 … bias{E-1} [out_features]. The weights lie behind each other in
+    one storage, also after a move or a deepcopy, so that they are cast in place; weights that the
+    caller puts elsewhere are copied together in each forward. ``torch.save`` writes the storage
+    once; clone a weight before pickling it alone.
 
     num_gemms: experts of this rank; first_expert: global index of the first one, so that
     ``role.expert_index`` and saved state do not depend on expert parallelism.
@@ -119,15 +130,17 @@ class GroupedLinear(QuantizedModule):
         self._rng_tracker_name = rng_tracker_name
         self._wgrad_store: list[Callable[[], Sequence[torch.Tensor | None]]] = []
         self._weight_cache: WeightCache | None = None
+        self._ways = KeptWays()
         shape = (self.local_out_features, self.local_in_features)
-        for e in range(num_gemms):
-            weight = torch.empty(shape, dtype=params_dtype, device=device)
-            self.register_parameter(f"weight{e}", torch.nn.Parameter(weight))
+        weights = new_weights(num_gemms, shape, dtype=params_dtype, device=device)
+        for e, weight in enumerate(weights):
+            self.register_parameter(f"weight{e}", weight)
         for e in range(num_gemms):
             one = torch.empty(shape[0], dtype=params_dtype, device=device) if bias else None
             self.register_parameter(f"bias{e}", None if one is None else torch.nn.Parameter(one))
         self._mark_parameters()
         self.reset_parameters()
+        self._quantize_parameters()
 
     # Sizes of this rank's shard.
     @property
@@ -161,6 +174,12 @@ class GroupedLinear(QuantizedModule):
             weight.partition_dim = 0 if self.parallel_mode == "column" else 1
             weight.partition_stride = 1
 
+    def _quantize_parameters(self) -> None:
+        """Store the weights quantized where quantized_model_init is open."""
+        slots = [s for s in self.get_quantizer_slots() if s.tensor_type == "weight"]
+        quantize_parameters(self, {f"weight{e}": slot for e, slot in enumerate(slots)})
+        self._mark_parameters()
+
     def reset_parameters(self) -> None:
         """Initialise weights (init_method, default normal(0, 0.023)) and set biases to zero."""
         init = self._init_method or (lambda w: torch.nn.init.normal_(w, mean=0.0, std=_WEIGHT_STD))
@@ -171,6 +190,7 @@ class GroupedLinear(QuantizedModule):
         with torch.no_grad(), fork:
             for weight in self.weights:
                 init(weight)
+                forget_initial_value(weight)
             for bias in self.biases:
                 bias.zero_()
 
@@ -240,6 +260,10 @@ class GroupedLinear(QuantizedModule):
                     key = expert_key(slot.tensor_type, e), plane
                     binding.streams[key] = zlib.crc32(text.encode())
 
+    def _outdate(self) -> None:
+        super()._outdate()
+        self._ways.clear()
+
     def _drop_weight_cache(self) -> None:
         self._weight_cache = None
 
@@ -259,19 +283,18 @@ class GroupedLinear(QuantizedModule):
         x = inp.reshape(-1, inp.shape[-1])
         sizes = self._checked_sizes(m_splits, x)
         binding = self.bind(x.device, compute_dtype)
-        execution = binding.recipe.resolved_execution if binding.recipe else "native"
         if binding is HIGH_PRECISION:
             binding = high_precision_binding(self.num_gemms)
-        kernels = grouped_kernels(
-            binding, self.resolution_site(device_kind(x.device)), execution, self.num_gemms,
-            compute_dtype, sizes is not None, x.device,
-        )  # fmt: skip
+        site = self.resolution_site(device_kind(x.device))
+        ways = self._ways.of(
+            binding, site, self.num_gemms, compute_dtype, sizes is not None, x.device
+        )
         grad_enabled = torch.is_grad_enabled()
         weights, biases = self.weights, self.biases
         call = GroupedCall(
             binding=binding,
-            kernels=kernels,
-            together=self._together(binding, x.device),
+            kernels=ways.kernels,
+            together=ways.together,
             experts=self.num_gemms,
             sizes=sizes,
             ends=_ends(m_splits if sizes is None else sizes, x.device, math.prod(x.shape[:-1])),
@@ -292,16 +315,19 @@ class GroupedLinear(QuantizedModule):
         y = y.view(*inp.shape[:-1], self.local_out_features)
         return (y, biases) if self.return_bias else y
 
-    def _together(self, binding: Binding, device: torch.device) -> frozenset[str]:
-        """Tensor types that are cast for all experts at once."""
-        reason = why_unfused(device)
-        return frozenset(
-            kind
-            for kind, quantizers in quantizers_of(binding, self.num_gemms).items()
-            if not why_not_together(kind, quantizers, reason)
-        )
+    def _stored_weights(self, binding: Binding, dtype: torch.dtype) -> WeightCache:
+        """The planes of weights that are stored quantized."""
+        by_expert = [
+            stored_planes(self, weight, binding, expert_key("weight", e), dtype)
+            for e, weight in enumerate(self.weights)
+        ]
+        planes = {d: tuple(made[d] for made in by_expert) for d in DIRECTIONS}
+        operands = {d: None if None in held else Operand(held) for d, held in planes.items()}
+        return WeightCache(binding, dtype, planes=operands)
 
     def _cache_for(self, is_first_microbatch: bool | None, binding, dtype) -> WeightCache | None:
+        if isinstance(self.weight0, QuantizedTensor):
+            return self._stored_weights(binding, dtype)
         if is_first_microbatch is None:
             return None
         kept = self._weight_cache
@@ -394,11 +420,31 @@ class GroupedLinear(QuantizedModule):
                 else:
                     weight.grad += gradient
 
-    # Copies.
+    # Copies and moves.
+    def _apply(self, fn, recurse=True):
+        # Only what was joined here: a trainer's flat buffers must stay where they are.
+        was_joined = view_in_one(self.weights) is not None
+        super()._apply(fn, recurse)
+        if was_joined:
+            join_weights(self.weights)
+        return self
+
+    def __deepcopy__(self, memo):
+        twin = super().__deepcopy__(memo)
+        if view_in_one(self.weights) is not None:
+            join_weights(twin.weights)
+        return twin
+
     def __getstate__(self) -> dict:
         state = super().__getstate__()
-        state.update(_weight_cache=None, _wgrad_store=[])
+        state.update(_weight_cache=None, _wgrad_store=[], _ways=KeptWays())
         return state
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        # torch.load keeps them together, plain pickle does not.
+        if are_copies_of_one_storage(self.weights):
+            join_weights(self.weights)
 
     def __reduce_ex__(self, protocol):
         reduced = list(super().__reduce_ex__(protocol))

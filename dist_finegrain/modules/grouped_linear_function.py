@@ -30,9 +30,8 @@ from .grouped_casting import (
     Operand,
     cast_each,
     run_grouped_casts,
-    weight_ends,
-    weights_in_one,
 )
+from .grouped_weights import share_storage, weight_ends, weights_in_one
 from .weight_cache import WeightCache
 
 _SHARDED = {"column": ("weight", "grad_output"), "row": ("weight", "input")}
@@ -85,21 +84,20 @@ class GroupedCall:
         """Planes of the weights E times [N, K]."""
         if not (rowwise or columnwise):
             return {"rowwise": None, "columnwise": None}
-        weights = [w.to(self.compute_dtype) for w in weights]
         first = self.binding.quantizers[expert_key("weight", 0)]
         formats = [first.plane_format(d) for d in ("rowwise", "columnwise")]
         is_square = any(f.family == "float8_block" and f.two_dimensional for f in formats)
         rows = weights[0].shape[0]
         if "weight" not in self.together or is_square:
-            made = self._cast_each("weight", weights, rowwise, columnwise)
-            if "weight" not in self.together:
-                return made
             # 128×128 blocks would reach over experts in one cast: cast alone, then stacked.
+            weights = [w.to(self.compute_dtype) for w in weights]
+            made = self._cast_each("weight", weights, rowwise, columnwise)
+            readers = {"rowwise": "fprop", "columnwise": "dgrad"}
             return {
-                d: None if o is None else Operand(experts=Experts.of_planes(list(o.planes)))
+                d: o if o is None or self._is_loop(readers[d]) else Operand(experts=o.stacked())
                 for d, o in made.items()
             }
-        flat = weights_in_one(weights)
+        flat = weights_in_one(weights, self.compute_dtype)
         ends = weight_ends(self.experts, rows, flat.device)
         job = self._grouped_job("weight", flat, ends, rowwise, columnwise)
         run_grouped_casts([job], self._reduce_max)
@@ -148,6 +146,11 @@ class GroupedCall:
         return 0, rank * x.shape[1]
 
     # GEMMs.
+    def _is_loop(self, name: str) -> bool:
+        """Whether this GEMM runs expert by expert."""
+        kernel, is_on_cpu = self.kernels[name], self.ends.device.type == "cpu"
+        return kernel is None or (self.sizes is not None and (kernel.needs_sizes or is_on_cpu))
+
     def run(
         self,
         name: str,
@@ -157,24 +160,32 @@ class GroupedCall:
         biases: Sequence[torch.Tensor] = (),
     ) -> torch.Tensor:
         """One GEMM of all experts, with its biases: [M, N], [M, K] or [E, N, K] in ``dtype``."""
-        kernel, fast = self.kernels[name], self.binding.is_fast(name)
-        is_on_cpu = self.ends.device.type == "cpu"
-        is_loop = kernel is None or (self.sizes is not None and (kernel.needs_sizes or is_on_cpu))
-        if kernel is None or (biases and is_loop):  # the bias is added before the only rounding
+        if self._is_loop(name):
             made = [
                 self._one(name, e, *pair, dtype, bias=biases[e] if biases else None)
                 for e, pair in enumerate(zip(a.each(self.sizes), b.each(self.sizes), strict=True))
             ]
             return torch.stack(made) if name == "wgrad" else torch.cat(made)
-        right = b.tokens if name == "wgrad" else b.experts
+        kernel = self.kernels[name]
+        # The bias is added before the only rounding of ours: in FP32 unless the kernel has rounded.
+        is_final = not biases or (kernel.rounds_to_bf16 and dtype == torch.bfloat16)
         product = grouped_gemm(
-            kernel, name, a.tokens, right, self.ends, torch.float32 if biases else dtype,
-            column_ends=a.column_ends, sizes=self.sizes, fast=fast,
+            kernel, name, a.tokens, b.tokens if name == "wgrad" else b.stacked(), self.ends,
+            dtype if is_final else torch.float32, column_ends=a.column_ends, sizes=self.sizes,
+            fast=self.binding.is_fast(name),
         )  # fmt: skip
-        if not biases:
-            return product
-        added = torch.stack([bias.float() for bias in biases])
-        return product.add_(added.index_select(0, self._expert_of_rows(len(product)))).to(dtype)
+        if biases:
+            self._add_biases(product, biases)
+        return product.to(dtype)
+
+    def _add_biases(self, product: torch.Tensor, biases: Sequence[torch.Tensor]) -> None:
+        """To each expert's rows of [M, N], in place, rounded once to its dtype."""
+        if self.sizes is not None:
+            for rows, bias in zip(product.split(self.sizes), biases, strict=True):
+                rows.add_(bias)
+        else:
+            added = torch.stack(tuple(biases)).to(product.dtype)
+            product.add_(added.index_select(0, self._expert_of_rows(len(product))))
 
     def _one(self, name: str, expert: int, a, b, dtype: torch.dtype, **options) -> torch.Tensor:
         kernel = self.binding.kernels[expert_key(name, expert)]
@@ -208,10 +219,12 @@ class GroupedCall:
 
     def _into_main_grad(self, dy_col: Operand, x_col: Operand, dtype: torch.dtype):
         """Add dW to main_grad in FP32, with one rounding to its dtype."""
-        if self.kernels["wgrad"] is None:
+        if self._is_loop("wgrad"):
             self._each_into_main_grad(dy_col, x_col)
         else:
-            made = self.run("wgrad", dy_col, x_col, torch.float32).unbind()
+            is_rounded = self.kernels["wgrad"].rounds_to_bf16
+            dtype = torch.bfloat16 if is_rounded else torch.float32
+            made = self.run("wgrad", dy_col, x_col, dtype).unbind()
             for parameter, gradient in zip(self.parameters, made, strict=True):
                 if parameter.requires_grad:
                     _add_to_main_grad(parameter, gradient)
@@ -234,7 +247,7 @@ def _add_to_main_grad(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> 
     if getattr(parameter, "overwrite_main_grad", False):
         parameter.main_grad.copy_(gradient)
     else:
-        parameter.main_grad.copy_(parameter.main_grad + gradient)
+        parameter.main_grad.add_(gradient)
 
 
 def _dummy_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
@@ -270,7 +283,10 @@ class GroupedLinearFunction(torch.autograd.Function):
         packed = [(None, []) if operand is None else operand.unpack() for operand in saved]
         ctx.operands = [bare for bare, _ in packed]
         ctx.counts = [len(tensors) for _, tensors in packed]
-        ctx.save_for_backward(x if is_late else None, *packed[0][1], *packed[1][1])
+        # Autograd sees changes of weights, of which planes in high precision are views.
+        held = [t for t in packed[1][1] if t is not None]
+        seen = weights if any(share_storage(t, weights[0]) for t in held) else ()
+        ctx.save_for_backward(x if is_late else None, *packed[0][1], *packed[1][1], *seen)
         return y
 
     @staticmethod

@@ -127,6 +127,8 @@ class LayerNormMLP(NormedInput, Composite):
         dtype = params_dtype or torch.get_default_dtype()
         self._make_norm_parameters(hidden_size, dtype, device, self.fc1.tp_mesh)
         self._reset_norm_parameters()
+        for part in self.parts():
+            part.quantize_parameters()
         self._mark_parameters()
 
     # Parts.

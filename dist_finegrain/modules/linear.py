@@ -13,10 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..distributed import collectives
 from ..formats.dtypes import check_high_precision
+from ..formats.tensors import QuantizedTensor
 from ..resolution import Site
 from ..roles import Slot, linear_slots
 from .base import QuantizedModule
+from .direct_linear import DirectLinear
 from .linear_function import LinearCall, LinearFunction
+from .quantized_weights import forget_initial_value, quantize_parameters, stored_planes
 from .weight_cache import WeightCache
 
 PARALLEL_MODES = (None, "column", "row")
@@ -162,6 +165,13 @@ class Linear(QuantizedModule):
                 self.register_parameter(f"{prefix}bias", None)
         self._mark_parameters()
         self.reset_parameters()
+        self._quantize_parameters()
+
+    def _quantize_parameters(self) -> None:
+        """Store the weight quantized where quantized_model_init is open."""
+        slot = next(s for s in self.get_quantizer_slots() if s.tensor_type == "weight")
+        quantize_parameters(self, {"weight": slot})
+        self._mark_parameters()
 
     def _register(self, name: str, local: torch.Tensor, shard_dim: int) -> None:
         """Register this rank's shard, as a DTensor if there is a tp_mesh."""
@@ -197,7 +207,9 @@ class Linear(QuantizedModule):
             fork = self._get_rng_state_tracker().fork(*names)
         with torch.no_grad(), fork:
             for prefix in self._weight_names:
-                init(_to_local(getattr(self, f"{prefix}weight")))
+                weight = getattr(self, f"{prefix}weight")
+                init(_to_local(weight))
+                forget_initial_value(weight)
                 bias = getattr(self, f"{prefix}bias")
                 if bias is not None:
                     _to_local(bias).zero_()
@@ -242,6 +254,15 @@ class Linear(QuantizedModule):
         """The layer of an x that was checked, under ``binding``: what forward returns."""
         weight, bias = self._weight(), self._bias()
         grad_enabled = torch.is_grad_enabled()
+        added_bias = None if self.return_bias else bias
+        matrix = x.reshape(-1, x.shape[-1])
+        direct = None
+        if self._is_simple(added_bias) and is_first_microbatch is None:
+            direct = DirectLinear.for_use(binding, x.device)
+        if direct and direct.takes(matrix, weight, added_bias, compute_dtype):
+            y = direct(matrix, weight, added_bias, grad_enabled and self.training)
+            y = y.view(*x.shape[:-1], y.shape[1])
+            return (y, bias) if self.return_bias else y
         call = LinearCall(
             binding=binding,
             compute_dtype=compute_dtype,
@@ -258,12 +279,22 @@ class Linear(QuantizedModule):
             wgrad_store=self._wgrad_store if self.delay_wgrad_compute else None,
             cache=self._cache_for(is_first_microbatch, binding, compute_dtype),
         )
-        added_bias = None if self.return_bias else bias
-        y = LinearFunction.apply(x.reshape(-1, x.shape[-1]), weight, added_bias, call)
+        y = LinearFunction.apply(matrix, weight, added_bias, call)
         y = y.view(*self._output_shape(x))
         return (y, bias) if self.return_bias else y
 
+    def _is_simple(self, bias: torch.Tensor | None) -> bool:
+        """Whether DirectLinear does all that this module was built for, with this bias."""
+        is_alone = self.tp_size == 1 and not self.sequence_parallel
+        adds_bias_later = self.parallel_mode == "row" and bias is not None
+        keeps = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.save_original_input
+        return is_alone and not adds_bias_later and not keeps
+
     def _cache_for(self, is_first_microbatch: bool | None, binding, dtype) -> WeightCache | None:
+        weight = getattr(self, "weight", None)
+        if isinstance(weight, QuantizedTensor):
+            planes = stored_planes(self, weight, binding, "weight", dtype)
+            return WeightCache(binding, dtype, planes=planes)
         if is_first_microbatch is None:
             return None
         kept = self._weight_cache

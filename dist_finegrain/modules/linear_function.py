@@ -13,6 +13,7 @@ Legend: M tokens, K in_features, N out_features; K or N is divided by tp where i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 
 from ..distributed import collectives
 from ..formats.casting import CastJob, run_casts
-from ..formats.plane import Direction, Plane
+from ..formats.plane import Direction, Plane, in_memory_order
 from ..ops.gemm import gemm
 from .base import Binding
 from .weight_cache import WeightCache
@@ -112,12 +113,19 @@ class LinearCall:
         return collectives.all_reduce_sum(partial, self.group)
 
 
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """Operators below keep the dtypes they are given; free where torch.autocast is off anyway."""
+    if not torch.is_autocast_enabled(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 class LinearFunction(torch.autograd.Function):
     """Y = X Wᵀ + b of x [M, K] (M/tp under SP in column mode), weight [N, K], bias [N] or None."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, call: LinearCall):
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
             ctx.bias_dtype = None if bias is None else bias.dtype
             c = call.compute_dtype
@@ -146,7 +154,7 @@ class LinearFunction(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output):
         call = ctx.call
-        with torch.autocast(grad_output.device.type, enabled=False):
+        with without_autocast(grad_output.device):
             x_col, w_col, x = _saved_planes(ctx)
             dy = grad_output.to(call.compute_dtype).contiguous()
             needs_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]
@@ -235,24 +243,20 @@ def _save_planes(ctx, x_col: Plane | None, w_col: Plane | None, x: torch.Tensor 
     """Hand the planes' buffers to autograd, so that saved-tensor hooks see them."""
     tensors, layout = [x], []
     for plane in (x_col, w_col):
-        layout.append(None if plane is None else (plane, len(plane.parts)))
-        tensors += [] if plane is None else list(plane.parts)
-    # Only the description is kept here: the buffers live in autograd's saved tensors.
-    ctx.layout = [
-        None if entry is None else (dataclasses.replace(entry[0], parts=()), entry[1])
-        for entry in layout
-    ]
+        saved = [] if plane is None else [in_memory_order(part) for part in plane.parts]
+        tensors += [part for part, _ in saved]
+        # Only the description is kept here: the buffers live in autograd's saved tensors.
+        bare = None if plane is None else dataclasses.replace(plane, parts=())
+        layout.append((bare, [is_turned for _, is_turned in saved]))
+    ctx.layout = layout
     ctx.save_for_backward(*tensors)
 
 
 def _saved_planes(ctx) -> tuple[Plane | None, Plane | None, torch.Tensor | None]:
     x, *tensors = ctx.saved_tensors
-    planes, start = [], 0
-    for entry in ctx.layout:
-        if entry is None:
-            planes.append(None)
-            continue
-        plane, count = entry
-        planes.append(dataclasses.replace(plane, parts=tuple(tensors[start : start + count])))
-        start += count
+    planes, rest = [], iter(tensors)
+    for plane, turned in ctx.layout:
+        parts = [next(rest) for _ in turned]
+        parts = tuple(p.t() if t else p for p, t in zip(parts, turned, strict=True))
+        planes.append(None if plane is None else dataclasses.replace(plane, parts=parts))
     return planes[0], planes[1], x

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
-from ..extension import build_info
+from ..extension import build_info, compiled_module
 from ..formats.float8 import Float8DelayedFormat, Float8RowFormat, Float8TensorFormat
 from ..formats.float8_block import Float8BlockFormat
 from ..formats.mxfp8 import MXFP8Format
@@ -199,17 +199,40 @@ def _native_on(device: str) -> str:
     return f"a format that is native on {device}: {', '.join(names)}, or IdentityQuantizer"
 
 
-_counts: collections.Counter = collections.Counter()
+_counts: collections.Counter = collections.Counter()  # GEMMs run, by ``_key``
+_compiled_keys: dict[int, tuple[tuple[str, str, str], ...]] = {}
+
+
+def _key(gemm: str, a: Format, b: Format) -> tuple[str, str, str]:
+    return gemm, a.describe(), b.describe()
+
+
+def gemm_counter(operands: Mapping[str, tuple[Format, Format]]) -> int:
+    """A counter for the operator ``linear``, which counts its GEMMs itself.
+
+    operands: the formats of A and B of each GEMM that it runs, by name, in the order fprop, dgrad,
+    wgrad.
+    """
+    counter = compiled_module().gemm_counter()
+    _compiled_keys[counter] = tuple(_key(name, a, b) for name, (a, b) in operands.items())
+    return counter
 
 
 def gemm_counts() -> collections.Counter:
     """GEMMs run by this process since ``reset_gemm_counts``: (gemm, format A, format B) → count."""
-    return collections.Counter(_counts)
+    found = collections.Counter(_counts)
+    if _compiled_keys:
+        counts = compiled_module().gemm_counts()
+        for counter, keys in _compiled_keys.items():
+            found.update({key: n for key, n in zip(keys, counts[counter], strict=False) if n})
+    return found
 
 
 def reset_gemm_counts() -> None:
     """Set every count to zero."""
     _counts.clear()
+    if _compiled_keys:
+        compiled_module().reset_gemm_counts()
 
 
 def gemm(
@@ -233,7 +256,7 @@ def gemm(
     """
     if out is not None or accumulate:
         _check_out(a, b, out_dtype, out)
-    _counts[name, a.format.describe(), b.format.describe()] += 1
+    _counts[_key(name, a.format, b.format)] += 1
     if 0 in (a.shape[0], a.shape[1], b.shape[0]):
         return _gemm_of_nothing(a, b, out_dtype, bias, out, accumulate)
     return kernel.run(a, b, out_dtype, bias, fast and kernel.has_fast, out, accumulate)

@@ -36,10 +36,12 @@ class GroupedKernel(Kernel):
     """One way to run a GEMM of all experts.
 
     reason: why not the native grouped kernel, or what that one costs. needs_sizes: on CUDA the
-    experts' token counts must be known on the host (``sizes`` of ``grouped_gemm``).
+    experts' token counts must be known on the host (``sizes`` of ``grouped_gemm``). rounds_to_bf16:
+    the products are rounded to BF16 whatever dtype is asked for.
     """
 
     needs_sizes: bool = False
+    rounds_to_bf16: bool = False
 
 
 def grouped_gemm(
@@ -207,7 +209,12 @@ def select_grouped(
     if not reason and execution != "reference":
         note = "rounded to BF16 before it is added to main_grad" if gemm == "wgrad" else ""
         return GroupedKernel(
-            "scaled_grouped_mm rowwise", "native", kernels.native, reason=note, has_fast=True
+            "scaled_grouped_mm rowwise",
+            "native",
+            kernels.native,
+            reason=note,
+            has_fast=True,
+            rounds_to_bf16=True,
         )
     reason = reason or single.reason
     if single.execution == "native" and sizes_known:
@@ -268,7 +275,7 @@ def _identity_kernel(
     single: Kernel, dtype: torch.dtype, device: str, sizes_known: bool
 ) -> GroupedKernel:
     if dtype == torch.bfloat16 and device in _GROUPED_DEVICES:
-        return GroupedKernel("grouped_mm", "native", kernels.identity)
+        return GroupedKernel("grouped_mm", "native", kernels.identity, rounds_to_bf16=True)
     reason = f"grouped_mm takes BF16 on {' and '.join(_GROUPED_DEVICES)}, not {dtype} on {device}"
     if sizes_known:
         return _expert_by_expert(single, f"experts one by one: {reason}", needs_sizes=True)

