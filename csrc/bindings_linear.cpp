@@ -90,7 +90,8 @@ Operands operands_of(const Tensor& x, QuantizeOptions options, bool rowwise, boo
     options.column_scale = options.column_amax = std::nullopt;
   }
   // One amax that serves both planes of the same values is raised once.
-  if (options.row_amax && options.column_amax && options.row_amax->is_same(*options.column_amax)) {
+  if (!options.dequantized && options.row_amax && options.column_amax &&
+      options.row_amax->is_same(*options.column_amax)) {
     options.column_amax = std::nullopt;
   }
   options.bias_grad = bias_grad;
@@ -187,7 +188,8 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
     Operand none;
     const Operand &x_column = needs_wgrad ? made.x_column : none,
                   &w_column = needs_dgrad ? made.w_column : none;
-    ctx->save_for_backward({x_column.matrix, x_column.scales, w_column.matrix, w_column.scales});
+    ctx->save_for_backward(
+        {in_memory_order(x_column), x_column.scales, in_memory_order(w_column), w_column.scales});
     ctx->saved_data["plan"] = words.vec();
     ctx->saved_data["epsilons"] = epsilons.vec();
     ctx->saved_data["delayed"] = delayed;
@@ -199,6 +201,8 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     variable_list result(9);
     const bool is_again = at::GradMode::is_enabled() && grads[0].requires_grad();
+    // Hooks of saved tensors run the user's code, which may recompute with autograd.
+    const variable_list saved = ctx->get_saved_variables();
     {
       const Below below;
       const int64_t flags = ctx->saved_data["flags"].toInt();
@@ -209,15 +213,14 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
       const Plan plan(words, epsilons, ctx->saved_data["delayed"].to<DelayedState>(),
                       flags >> 2 & 1);
       const QuantizeOptions& slot = plan.slots[kGradOutput];
-      const variable_list saved = ctx->get_saved_variables();
       const Tensor dy = grads[0].contiguous();
       const Operands of_dy = operands_of(dy, slot, needs_dgrad, needs_wgrad, needs_bias);
       if (needs_dgrad) {
-        const Operand w_column{saved[2], saved[3], plan.slots[kWeight].column};
+        const Operand w_column = unpacked(saved[2], saved[3], plan.slots[kWeight].column);
         result[0] = multiply(plan, kDgrad, of_dy.row, w_column, std::nullopt, dy);
       }
       if (needs_wgrad) {
-        const Operand x_column{saved[0], saved[1], plan.slots[kInput].column};
+        const Operand x_column = unpacked(saved[0], saved[1], plan.slots[kInput].column);
         result[1] = multiply(plan, kWgrad, of_dy.column, x_column, std::nullopt, dy);
       }
       if (needs_bias) {
@@ -229,6 +232,23 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
   }
 
  private:
+  // What hooks of saved tensors see, and may give back in strides of their own: Identity's column
+  // plane is the transpose of what is stored.
+  static Tensor in_memory_order(const Operand& column) {
+    return column.options || !column.matrix.defined() ? column.matrix : column.matrix.t();
+  }
+
+  static Operand unpacked(const Tensor& matrix, const Tensor& scales, int64_t options) {
+    if (!options) return {matrix.t(), {}, 0};
+    return {aligned(matrix), aligned(scales), options};
+  }
+
+  static Tensor aligned(const Tensor& buffer) {
+    const bool is_aligned = reinterpret_cast<uintptr_t>(buffer.const_data_ptr()) % kTile == 0;
+    return is_aligned && buffer.is_contiguous() ? buffer
+                                                : buffer.clone(at::MemoryFormat::Contiguous);
+  }
+
   // Gradients of these raise an error instead of being left out.
   static variable_list refusing_another(variable_list outputs) {
     const size_t count = outputs.size();

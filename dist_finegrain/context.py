@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from . import stepping
@@ -38,6 +40,16 @@ _stack = _Stack()
 def current_frame() -> Frame:
     """The innermost open autocast of this thread; a disabled default frame when none is open."""
     return _stack.frames[-1] if _stack.frames else _DEFAULT
+
+
+@contextlib.contextmanager
+def entered(frame: Frame) -> Iterator[None]:
+    """Run with a frame that was in force before."""
+    _stack.frames.append(frame)
+    try:
+        yield
+    finally:
+        _stack.frames.pop()
 
 
 class autocast:

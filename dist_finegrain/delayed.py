@@ -100,7 +100,8 @@ def update_slots(slots: list[DelayedSlot]) -> None:
     Raises RuntimeError for several ranks in a captured graph: they compare their slots on the host.
     """
     groups: dict[Any, list[DelayedSlot]] = {}
-    for slot in sorted(slots, key=lambda slot: slot.sort_key):
+    shared = [slot for slot in slots if slot.group is not None]
+    for slot in sorted(shared, key=lambda slot: slot.sort_key):
         groups.setdefault(slot.group, []).append(slot)
     for group in sorted(groups, key=collectives.group_ranks):
         if collectives.group_size(group) > 1:

@@ -100,7 +100,8 @@ def _on_values(func, args, kwargs):
     def values(argument, is_written):
         if not isinstance(argument, DispatchingTensor):
             return argument
-        dequantized = argument.dequantize()
+        # Fused optimizers take it that the strides are those of the gradient.
+        dequantized = argument.dequantize().contiguous()
         if is_written:
             values_of_written.append((argument, dequantized))
         return dequantized

@@ -24,6 +24,7 @@ from ..formats.requests import DelayedScalingRequest
 from ..ops.gemm import device_kind
 from ..resolution import Site, ask_factory, choose_kernel, describe_recipe, describe_slots
 from ..roles import LINEAR_GEMMS, QuantizerRole, Slot
+from . import compiled
 from .binding import HIGH_PRECISION, Binding, DelayedUse, agreed, log_first_emulation
 
 _KEPT_BINDINGS = 4
@@ -45,6 +46,7 @@ class QuantizedModule(torch.nn.Module):
         self._trained: Binding | None = None  # whose requests the delayed slots follow
         self._delayed: dict[tuple, DelayedSlot] = {}
         self._owner = next(_owners)
+        self._trace_id = compiled.register(self)
         self._step = -1  # the step that the next two are about
         self._frames: dict[Any, Frame] = {}
         self._training_forwards = 0
@@ -113,11 +115,17 @@ class QuantizedModule(torch.nn.Module):
     def _drop_weight_cache(self) -> None:
         """Forget quantized weights that are kept across microbatches."""
 
-    def bind(self, device: torch.device, compute_dtype: torch.dtype) -> Binding:
-        """The binding for the autocast in force, resolving it if it is new.
+    def bind(self, device: torch.device, compute_dtype: torch.dtype) -> Binding | None:
+        """The binding for the autocast in force, resolving it if it is new; None while traced.
 
         Communicates within ``quantization_group()`` when it resolves: every rank must get here.
         """
+        if torch.compiler.is_compiling():
+            return None  # compiled.py: the operator binds when it runs
+        return self.bind_now(device, compute_dtype)
+
+    def bind_now(self, device: torch.device, compute_dtype: torch.dtype) -> Binding:
+        """``bind``, also while torch.compile traces."""
         frame = self._frame_in_force()
         if torch.is_grad_enabled():
             stepping.note_training_forward()
@@ -292,8 +300,13 @@ class QuantizedModule(torch.nn.Module):
         shared = self._shared_by_copies()
         for key, value in self.__getstate__().items():
             twin.__dict__[key] = value if key in shared else copy.deepcopy(value, memo)
+        twin._trace_id = compiled.register(twin)
         twin._mark_parameters()
         return twin
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._trace_id = compiled.register(self)
 
     def _shared_by_copies(self) -> set[str]:
         """Attributes that a deepcopy shares by reference, such as process groups."""

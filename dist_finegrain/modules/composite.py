@@ -42,6 +42,10 @@ class Composite(QuantizedModule):
                     part.bind(device, dtype)
         return [part.bind(device, dtype) for part in self.parts()]
 
+    def linears(self) -> tuple[Linear, ...]:
+        """The linear layers that this module runs."""
+        return self.parts()
+
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Set the process group of a module that was built with tp_size only, or was unpickled."""
         for part in self.parts():

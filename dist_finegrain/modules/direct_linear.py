@@ -13,6 +13,7 @@ import torch
 
 from ..extension import why_unavailable
 from ..formats.fused_options import is_measured, options_of
+from ..formats.identity import IdentityFormat
 from ..formats.plane import DIRECTIONS, Format
 from ..formats.quantizer import Quantizer
 from ..ops import lt
@@ -68,6 +69,8 @@ class DirectLinear:
                 plan, epsilons, delayed = plan + [0] * 3, epsilons + [0.0] * 2, delayed + [None] * 2
                 continue
             formats = [quantizer.plane_format(direction) for direction in DIRECTIONS]
+            if any(f.family != "identity" and f.codec is None for f in formats):
+                return None  # the user's own, even if no GEMM of this binding reads that plane
             is_dequantized = quantizer.columnwise_source != "original"
             if is_dequantized and not _is_made_of_rows(*formats):
                 return None
@@ -85,7 +88,9 @@ class DirectLinear:
         """Whether these are plain contiguous 16-bit matrices [M, K], [N, K] of whole tiles."""
         if x.dtype != dtype or weight.dtype != dtype or dtype not in _DTYPES:
             return False
-        if bias is not None and not (bias.dtype == dtype and lt.is_aligned(bias)):
+        if bias is not None and not (
+            bias.dtype == dtype and bias.is_contiguous() and lt.is_aligned(bias)
+        ):
             return False
         rows, columns = x.shape
         is_whole = rows % TILE == 0 and columns % TILE == 0 and weight.shape[0] % TILE == 0
@@ -112,7 +117,7 @@ class DirectLinear:
 
 def _is_offered(a: Format, b: Format, device: torch.device) -> bool:
     """Whether the operator multiplies planes of these formats as the binding's kernel does."""
-    if a.family == b.family == "identity":
+    if type(a) is type(b) is IdentityFormat:
         return a.dtype is None and b.dtype is None
     if lt.available(device) or not {a.codec, b.codec} <= set(_TWO_BUFFERS):
         return False

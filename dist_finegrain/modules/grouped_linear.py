@@ -22,6 +22,7 @@ from ..resolution import Site, ask_factory, describe_recipe, describe_slots
 from ..roles import LINEAR_GEMMS, Slot, grouped_linear_slots
 from .base import QuantizedModule
 from .binding import HIGH_PRECISION, Binding, DelayedUse, agreed, log_first_emulation
+from .compiled import untraceable
 from .grouped_binding import (
     KeptWays,
     choose_single,
@@ -268,6 +269,7 @@ class GroupedLinear(QuantizedModule):
         self._weight_cache = None
 
     # Forward.
+    @untraceable("the sizes of its GEMMs are known when it runs")
     def forward(
         self,
         inp: torch.Tensor,

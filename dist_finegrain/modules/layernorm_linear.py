@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .compiled import traceable
 from .linear import Linear
 from .normed_input import NormedInput
 from .norms import Norm
@@ -76,6 +77,7 @@ class LayerNormLinear(NormedInput, Linear):
         self._reset_norm_parameters()
         super().reset_parameters()
 
+    @traceable
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None):
         """y of x [..., in_features]; see the class for what else is returned.
 

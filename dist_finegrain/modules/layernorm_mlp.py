@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..distributed import collectives
 from ..roles import Slot, layernorm_mlp_slots
 from .activations import activate, check_activation, is_gated
+from .compiled import traceable
 from .composite import Composite, Part
 from .normed_input import NormedInput
 from .norms import Norm
@@ -154,6 +155,7 @@ class LayerNormMLP(NormedInput, Composite):
             part.reset_parameters()
 
     # Forward.
+    @traceable
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None):
         """y of x [..., hidden_size]; see the class for what else is returned.
 

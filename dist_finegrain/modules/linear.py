@@ -17,6 +17,8 @@ from ..formats.tensors import QuantizedTensor
 from ..resolution import Site
 from ..roles import Slot, linear_slots
 from .base import QuantizedModule
+from .binding import Binding
+from .compiled import traceable, traced_linear
 from .direct_linear import DirectLinear
 from .linear_function import LinearCall, LinearFunction
 from .quantized_weights import forget_initial_value, quantize_parameters, stored_planes
@@ -240,6 +242,7 @@ class Linear(QuantizedModule):
         self._weight_cache = None
 
     # Forward.
+    @traceable
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None):
         """y of x [..., in_features]; (y, bias) with return_bias.
 
@@ -256,6 +259,10 @@ class Linear(QuantizedModule):
         grad_enabled = torch.is_grad_enabled()
         added_bias = None if self.return_bias else bias
         matrix = x.reshape(-1, x.shape[-1])
+        if binding is None:
+            y = traced_linear(self, matrix, weight, added_bias, compute_dtype)
+            y = y.view(*self._output_shape(x))
+            return (y, bias) if self.return_bias else y
         direct = None
         if self._is_simple(added_bias) and is_first_microbatch is None:
             direct = DirectLinear.for_use(binding, x.device)
@@ -263,25 +270,57 @@ class Linear(QuantizedModule):
             y = direct(matrix, weight, added_bias, grad_enabled and self.training)
             y = y.view(*x.shape[:-1], y.shape[1])
             return (y, bias) if self.return_bias else y
-        call = LinearCall(
+        needs = (grad_enabled and x.requires_grad, grad_enabled and weight.requires_grad)
+        cache = self._cache_for(is_first_microbatch, binding, compute_dtype)
+        training = grad_enabled and self.training
+        call = self.linear_call(binding, compute_dtype, *needs, training, cache)
+        y = LinearFunction.apply(matrix, weight, added_bias, call)
+        y = y.view(*self._output_shape(x))
+        return (y, bias) if self.return_bias else y
+
+    def linear_call(
+        self,
+        binding: Binding,
+        compute_dtype: torch.dtype,
+        needs_dgrad: bool,
+        needs_wgrad: bool,
+        training: bool,
+        cache: WeightCache | None,
+    ) -> LinearCall:
+        """Everything about one forward that is not a tensor."""
+        return LinearCall(
             binding=binding,
             compute_dtype=compute_dtype,
             parallel_mode=self.parallel_mode,
             sequence_parallel=self.sequence_parallel,
             group=self.tp_group,
-            needs_dgrad=grad_enabled and x.requires_grad,
-            needs_wgrad=grad_enabled and weight.requires_grad,
-            training=grad_enabled and self.training,
+            needs_dgrad=needs_dgrad,
+            needs_wgrad=needs_wgrad,
+            training=training,
             parameter=getattr(self, "weight", None),
             sums_bias_gradient=self.tp_mesh is not None,
             fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
             save_original_input=self.save_original_input,
             wgrad_store=self._wgrad_store if self.delay_wgrad_compute else None,
-            cache=self._cache_for(is_first_microbatch, binding, compute_dtype),
+            cache=cache,
         )
-        y = LinearFunction.apply(matrix, weight, added_bias, call)
-        y = y.view(*self._output_shape(x))
-        return (y, bias) if self.return_bias else y
+
+    def linears(self) -> tuple[Linear, ...]:
+        """The linear layers that this module runs."""
+        return (self,)
+
+    def why_eager(self) -> str:
+        """Why this layer is no operator of its own in a compiled graph; "" when it is."""
+        if self.tp_size > 1:
+            return "the layer communicates with other ranks"
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.save_original_input:
+            return (
+                "fuse_wgrad_accumulation, delay_wgrad_compute and save_original_input "
+                "keep tensors that the graph does not see"
+            )
+        if any(type(p) is not torch.nn.Parameter for p in self.parameters()):
+            return "a parameter is a QuantizedTensor or a DTensor"
+        return ""
 
     def _is_simple(self, bias: torch.Tensor | None) -> bool:
         """Whether DirectLinear does all that this module was built for, with this bias."""

@@ -24,7 +24,7 @@ from ..distributed import collectives
 from ..formats.casting import CastJob, run_casts
 from ..formats.plane import Direction, Plane, in_memory_order
 from ..ops.gemm import gemm
-from .base import Binding
+from .binding import Binding
 from .weight_cache import WeightCache
 
 

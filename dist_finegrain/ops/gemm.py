@@ -213,8 +213,12 @@ def gemm_counter(operands: Mapping[str, tuple[Format, Format]]) -> int:
     operands: the formats of A and B of each GEMM that it runs, by name, in the order fprop, dgrad,
     wgrad.
     """
+    keys = tuple(_key(name, a, b) for name, (a, b) in operands.items())
+    for counter, known in _compiled_keys.items():
+        if known == keys:
+            return counter
     counter = compiled_module().gemm_counter()
-    _compiled_keys[counter] = tuple(_key(name, a, b) for name, (a, b) in operands.items())
+    _compiled_keys[counter] = keys
     return counter
 
 

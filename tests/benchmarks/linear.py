@@ -60,6 +60,7 @@ PARTS = ("linear", "host", "gemm")
 HOST_ROUNDS = 5  # per repeat
 _ERRORS = (RuntimeError, ValueError, TypeError, NotImplementedError)
 _BATCH_SECONDS = 30e-3
+_HOST_BATCH_SECONDS = 50e-3  # a few hundred tiny steps, as a training loop runs them
 _WARM_STEPS, _LEAST_STEPS, _MOST_STEPS, _WARM_TINY_STEPS = 3, 3, 300, 20
 
 
@@ -228,7 +229,7 @@ def measure_host(arguments: argparse.Namespace, te: TransformerEngine) -> list[d
             step = make()
             for _ in range(_WARM_TINY_STEPS):
                 step()
-            timers.append((line, HostTimer(step, [None])))
+            timers.append((line, HostTimer(step, [None], _HOST_BATCH_SECONDS)))
         except errors as error:
             line["error_text"] = first_line(error)
         lines.append(line)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import dist_finegrain as dfg
 from dist_finegrain import factories, factory_zoo
+from dist_finegrain.extension import compiled_module
 from dist_finegrain.factories import E4M3, E5M2
 from dist_finegrain.modules import base
 from dist_finegrain.modules.direct_linear import DirectLinear
@@ -209,6 +212,9 @@ def test_shapes_and_uses_that_go_the_long_way(device, taken):
     shifted = linear()
     shifted.bias = torch.nn.Parameter(torch.zeros(N + 1, device=device).to(torch.bfloat16)[1:])
     assert run(shifted) == 1
+    spread = linear()
+    spread.bias = torch.nn.Parameter(torch.zeros(2 * N, device=device).to(torch.bfloat16)[::2])
+    assert run(spread) == 1
     with torch.autocast(device, torch.bfloat16):
         assert run(linear()) == 2
 
@@ -281,6 +287,115 @@ def test_each_gemm_accumulates_as_the_recipe_says(fast, gemm_on_cpu, monkeypatch
     with dfg.autocast(recipe=recipe):
         module(x).sum().backward()
     assert gemm_on_cpu == [name in fast for name in ("fprop", "dgrad", "wgrad")] and taken
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("name", ["current", "block, BF16 wgrad", "delayed", "identity"])
+def test_recomputed_in_backward(name, reentrant, device, taken):
+    """A hook of saved tensors runs the forward again; None is dfg.recompute()."""
+    torch.manual_seed(0)
+    make = functools.partial(dfg.Linear, K, K, params_dtype=torch.bfloat16, device=device)
+    first, second = make(name="demo.fc1"), make(name="demo.fc2")
+    recipe, results = dfg.CustomRecipe(DIRECT[name], execution="native"), []
+    x = torch.randn(M, K, device=device).bfloat16().requires_grad_()
+
+    def block(x):
+        return x + second(torch.relu(first(x)))
+
+    for is_recomputed in (False, True):
+        run = block
+        if is_recomputed and reentrant is None:
+            run = functools.partial(dfg.recompute, block)
+        elif is_recomputed:
+            checkpoint = torch.utils.checkpoint.checkpoint
+            run = functools.partial(checkpoint, block, use_reentrant=reentrant)
+        inputs = (x, first.weight, first.bias, second.weight, second.bias)
+        for tensor in inputs:
+            tensor.grad = None
+        with dfg.autocast(recipe=recipe):
+            y = run(x)
+        y.float().square().sum().backward()
+        results.append([y.detach(), *(tensor.grad for tensor in inputs)])
+    assert_same_bits(*results)
+    assert len(taken) == 6
+
+
+def test_unpack_hooks_run_with_autograd_and_may_return_any_layout(device, taken):
+    recipe = dfg.CustomRecipe(block_columns_for_wgrad, execution="native")
+    module = dfg.Linear(K, N, params_dtype=torch.bfloat16, device=device, name="fc")
+    x = torch.randn(M, K, device=device).bfloat16().requires_grad_()
+    seen = []
+
+    def unpack(tensor):
+        with torch.enable_grad():
+            seen.append((x * 2).requires_grad)
+        flat = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=device)[1:]
+        return flat.view(tensor.shape).copy_(tensor)  # at an address that kernels refuse
+
+    results = []
+    for is_hooked in (False, True):
+        hooks = torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack)
+        with dfg.autocast(recipe=recipe), hooks if is_hooked else contextlib.nullcontext():
+            y = module(x)
+        results.append(torch.autograd.grad(y.float().sum(), (x, module.weight)))
+    assert_same_bits(*results)
+    assert all(seen) and len(seen) >= 2 and len(taken) == 2
+
+
+class Negated(dfg.Quantizer):
+    """A user's own: −x."""
+
+    def encode(self, x):
+        return (-x,)
+
+    def decode(self, parts, shape):
+        return -parts[0]
+
+
+def test_a_users_column_that_no_gemm_reads_yet(device, taken):
+    factory = hybrid(factories.high_precision_factory, lambda role: Negated())
+    module = dfg.Linear(K, N, params_dtype=torch.bfloat16, device=device, name="fc")
+    with torch.no_grad(), dfg.autocast(recipe=dfg.CustomRecipe(factory)):
+        module(torch.randn(M, K, device=device).bfloat16())
+    assert not taken
+
+
+def test_amaxes_of_dequantized_columns_are_recorded_beside_those_of_rows(device, taken):
+    """Also where a copy of the row's quantizer, which shares its amax, is the column's."""
+    amaxes = []
+    for is_short in (True, False):
+        state = [torch.full((1,), 0.1, device=device), torch.zeros(1, device=device)]
+        row = dfg.Float8Quantizer(*state, E4M3)
+
+        def factory(role, row=row):
+            return dfg.HybridQuantizer(
+                rowwise_quantizer=row.copy(),
+                columnwise_quantizer=row.copy(),
+                columnwise_source="rowwise_dequantized",
+            )
+
+        torch.manual_seed(0)
+        module = dfg.Linear(K, N, params_dtype=torch.bfloat16, device=device, name="fc")
+        x = (torch.randn(M, K, device=device) * 1e-3).bfloat16().requires_grad_()
+        with pytest.MonkeyPatch.context() as patch:
+            if not is_short:
+                patch.setattr(DirectLinear, "takes", staticmethod(lambda *_: False))
+            with dfg.autocast(recipe=dfg.CustomRecipe(factory, execution="native")):
+                module(x).sum().backward()
+        amaxes.append(state[1])
+    assert torch.equal(*amaxes) and len(taken) == 1
+
+
+def test_counters_are_shared_by_bindings_of_the_same_formats(device, taken):
+    recipe = dfg.CustomRecipe(factories.current_scaling_factory, execution="native")
+    module = dfg.Linear(K, N, params_dtype=torch.bfloat16, device=device, name="fc")
+    x, counters = torch.randn(M, K, device=device).bfloat16().requires_grad_(), []
+    for _ in range(3):
+        recipe.invalidate()
+        with dfg.autocast(recipe=recipe):
+            module(x).sum().backward()
+        counters.append(len(compiled_module().gemm_counts()))
+    assert counters[0] == counters[2] and len(taken) == 3
 
 
 def test_inference_mode(device, taken):
