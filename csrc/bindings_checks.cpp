@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -165,7 +166,7 @@ Plane plane_of(const char* side, at::TensorList buffers, const PlaneOptions& o, 
   check_statistic(side, o, shape, statistic, x);
   if (statistic) plane.statistic = static_cast<const float*>(statistic->const_data_ptr());
   if (amax) {
-    check_tensor(side, "amax", *amax, at::kFloat, {1}, x);
+    check_tensor(side, "amax", *amax, at::kFloat, {std::max<int64_t>(shape.experts, 1)}, x);
     plane.amax = static_cast<float*>(amax->mutable_data_ptr());
   }
   return plane;

@@ -1,4 +1,5 @@
-// What the kernels are told: plain structs, shared by the CPU and the CUDA side and by the bindings.
+// What the kernels are told: plain structs, shared by the CPU and the CUDA side and by the
+// bindings.
 //
 // Legend: X is [M, K], row-major with a row stride. Its rowwise plane is (R, C) = (M, K), its
 // columnwise plane (K, M): R plane rows, C contraction. Rp, Cp: as stored (numerics.md, "Plane
@@ -40,9 +41,9 @@ struct Plane {
   // [Rp, Cp/32]; nvfp4: bytes [Rp, Cp/16]. 2-D bytes are repeated for each row. Swizzled bytes:
   // those of [R rounded up to 128, blocks rounded up to 4], in the order of codecs/swizzle.h.
   void* scales = nullptr;
-  float* outer = nullptr;            // float8: decode scale; nvfp4: g. [1], [Rp] row-scaled, [E] grouped
+  float* outer = nullptr;  // float8: decode scale; nvfp4: g. [1], [Rp] row-scaled, [E] grouped
   const float* statistic = nullptr;  // amax over finite elements, or the scale; [1], [R] or [E]
-  float* amax = nullptr;             // [1] or null: raised to the amax of what the plane encodes
+  float* amax = nullptr;  // [1] or [E], or null: raised to the amax of what the plane encodes
   // Stochastic rounding (numerics.md): stream of the slot, global index of the plane's origin.
   uint32_t stream = 0;
   int64_t row_origin = 0;
@@ -53,8 +54,8 @@ struct Plane {
 // multiple of the plane's block (16 float8, 32 mxfp8 and nvfp4, 128 block) and takes at least one
 // block; whatever follows the last part, up to Cp, is zero. Blocks, RHT groups and the indices of
 // stochastic rounding start at the expert's first row. Statistics and outer scales are per expert:
-// [E], or [E, K] and [E, Rp] for a row-scaled column plane; a row-scaled row plane has [M] and [Rp].
-// 128×128 blocks are refused by the caller.
+// [E], or [E, K] and [E, Rp] for a row-scaled column plane; a row-scaled row plane has [M] and
+// [Rp]. 128×128 blocks are refused by the caller.
 struct Groups {
   int32_t count = 0;               // 0: not grouped
   const int32_t* ends = nullptr;   // [count] cumulative row ends in X, non-decreasing, the last M
@@ -69,8 +70,8 @@ struct CastArgs {
   Plane row, column;                              // codec none: not wanted
   bool dequantized = false;  // the column plane encodes decode(row), rounded to dtype, saturated
   const int64_t* seed_step = nullptr;  // [2]: rounding seed, completed steps; null without SR
-  // FP32 [⌈M/128⌉, K] or null: sums of X over each 128 rows, in FP32 (their sum is the bias gradient);
-  // null with groups.
+  // FP32 [⌈M/128⌉, K] or null: sums of X over each 128 rows, in FP32 (their sum is the bias
+  // gradient); null with groups.
   float* bias_partials = nullptr;
   Groups groups;
 };
@@ -82,8 +83,8 @@ struct Measure {
   float* amax = nullptr;  // [1], [R] or [E]; zeroed by the caller, raised in place
 };
 
-// One read of X, the amaxes that both planes need. With `dequantized`, `row_plane` (its options and,
-// where it has one, its statistic; never stochastic) says what the column's amax is taken of.
+// One read of X, the amaxes that both planes need. With `dequantized`, `row_plane` (its options
+// and, where it has one, its statistic; never stochastic) says what the column's amax is taken of.
 struct MeasureArgs {
   const void* x = nullptr;
   Dtype dtype = Dtype::bf16;
@@ -96,10 +97,10 @@ struct MeasureArgs {
 
 // Plane → matrix [R, C] in dtype, nearest-even; finite values saturate, NaN and Inf stay.
 struct DecodeArgs {
-  Plane plane;               // codes, scales, outer (null: left out), options, stored extents
-  int64_t rows = 0;          // R
-  int64_t contraction = 0;   // C; with RHT rounded up to whole groups of 16
-  void* out = nullptr;       // [R, C] contiguous
+  Plane plane;              // codes, scales, outer (null: left out), options, stored extents
+  int64_t rows = 0;         // R
+  int64_t contraction = 0;  // C; with RHT rounded up to whole groups of 16
+  void* out = nullptr;      // [R, C] contiguous
   Dtype dtype = Dtype::bf16;
 };
 
@@ -109,7 +110,7 @@ struct DelayedSlot {
   float* history;
   float* pending;
   int32_t history_length;
-  int32_t use_max;   // window maximum, else the newest amax
+  int32_t use_max;  // window maximum, else the newest amax
   float fp8_max;
   float margin_divisor;  // 2^margin
 };

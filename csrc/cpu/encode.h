@@ -31,6 +31,7 @@ struct Place {
   int64_t contraction;     // stored index of the tile's first contraction element
   int extent;              // stored contraction elements, a multiple of 16, or 32 (mxfp8, nvfp4)
   const float* statistic;  // of lane 0
+  float* amax;             // of the matrix or expert, or null
   NoisePlace noise;
 };
 
@@ -390,7 +391,7 @@ inline uint32_t encode_tile(const Plane& plane, const Place& place, Lanes* v, bo
   } else {
     encode_fp8_tile<false>(plane, place, v, decode, dtype, found, scratch);
   }
-  if (plane.amax != nullptr) raise(plane.amax, found);
+  if (place.amax != nullptr) raise(place.amax, found);
   return found;
 }
 

@@ -59,6 +59,10 @@ inline const float* statistic_at(const float* base, const PlaneOptions& options,
   return options.row_scaled ? base + expert * rows + row : base + expert;
 }
 
+inline float* amax_at(const Plane& plane, int expert) {
+  return plane.amax == nullptr ? nullptr : plane.amax + expert;
+}
+
 inline NoisePlace noise_place(const Plane& plane, const int64_t* seed_step, int64_t row,
                               int64_t contraction) {
   if (!plane.options.stochastic) return {};
@@ -78,6 +82,7 @@ inline Place row_place(const Plane& plane, const RowTile& at, int64_t column,
   place.statistic = plane.options.row_scaled
                         ? plane.statistic + at.row
                         : statistic_at(plane.statistic, plane.options, at.expert, 0, 0);
+  place.amax = amax_at(plane, at.expert);
   place.noise = noise_place(plane, seed_step, at.row - at.first_row, column);
   return place;
 }
@@ -90,6 +95,7 @@ inline Place column_place(const Plane& plane, const RowTile& at, int64_t column,
   place.contraction = at.column;
   place.extent = at.column_end;
   place.statistic = statistic_at(plane.statistic, plane.options, at.expert, column, columns);
+  place.amax = amax_at(plane, at.expert);
   place.noise = noise_place(plane, seed_step, column, at.row - at.first_row);
   return place;
 }
@@ -138,7 +144,7 @@ inline void share_codes(const CastArgs& args, const Place& row, const Place& col
   if (args.row.options.codec == Codec::block) {
     *block_scale_at(args.row, row) = *block_scale_at(args.column, column);
   }
-  if (args.row.amax != nullptr) raise(args.row.amax, found);
+  if (row.amax != nullptr) raise(row.amax, found);
 }
 
 inline void cast_tiles(const CastArgs& args, const RowTile* tiles, int64_t begin, int64_t end) {

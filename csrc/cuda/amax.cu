@@ -1,4 +1,5 @@
-// max |x| over finite elements, of a matrix or of each of its rows, in one read at memory speed.
+// max |x| over finite elements, of a matrix, of each of its rows or of each expert's rows, in one
+// read at memory speed.
 //
 // |bits| of a finite element plus one unit of the exponent's last place stays below the sign bit;
 // of NaN and Inf it reaches it. So a signed integer maximum skips non-finite elements by itself,
@@ -59,7 +60,22 @@ struct AmaxParams {
   const char* x;
   float* amax;
   int64_t rows, columns, row_bytes, segments;
+  const int32_t* ends;  // of the experts' rows
+  int32_t experts;
 };
+
+// What shares one amax.
+enum class Of { matrix, row, expert };
+
+// One warp. The first expert that ends behind `row`, as ends in order would have it; −1 behind all.
+__device__ __forceinline__ int expert_of(const AmaxParams& p, int64_t row, int lane) {
+  for (int base = 0; base < p.experts; base += stream::kWarp) {
+    const bool is_behind = base + lane < p.experts && p.ends[base + lane] > row;
+    const unsigned found = __ballot_sync(0xFFFFFFFFu, is_behind);
+    if (found) return base + __ffs(found) - 1;
+  }
+  return -1;
+}
 
 // Elements in front of the first 16-byte boundary, at most `columns`.
 template <int kBytes>
@@ -109,21 +125,22 @@ __device__ __forceinline__ void raise(float* amax, uint32_t bits) {
   atomicMax(reinterpret_cast<int*>(amax), static_cast<int>(bits));
 }
 
-template <Dtype kDtype, bool kPerRow>
+template <Dtype kDtype, Of kOf>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) amax_kernel(const AmaxParams p) {
   const int lane = threadIdx.x % stream::kWarp, warp = threadIdx.x / stream::kWarp;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
   stream::Walker walk(p.rows, p.segments, index, static_cast<int64_t>(gridDim.x) * kWarps);
   Maximum<kDtype> maximum;
   for (; !walk.done(); walk.next()) {
-    if (kPerRow) maximum = Maximum<kDtype>();
+    if (kOf != Of::matrix) maximum = Maximum<kDtype>();
     take_unit<kDtype>(p, p.x + walk.row * p.row_bytes, walk.segment, lane, maximum);
-    if (kPerRow) {
+    if (kOf != Of::matrix) {
       const uint32_t bits = maximum.reduce();
-      if (lane == 0) raise(p.amax + walk.row, bits);
+      const int64_t at = kOf == Of::row ? walk.row : expert_of(p, walk.row, lane);
+      if (lane == 0 && at >= 0) raise(p.amax + at, bits);
     }
   }
-  if (!kPerRow) {
+  if (kOf == Of::matrix) {
     __shared__ uint32_t of_warp[kWarps];
     const uint32_t bits = maximum.reduce();
     if (lane == 0) of_warp[warp] = bits;
@@ -135,31 +152,31 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) amax_kernel(const Amax
   }
 }
 
-template <bool kPerRow>
+template <Of kOf>
 cudaError_t launch(const void* x, Dtype dtype, int64_t rows, int64_t columns, int64_t row_stride,
-                   float* amax, cudaStream_t stream) {
+                   float* amax, cudaStream_t stream, const Groups& groups = {}) {
   if (rows <= 0 || columns <= 0) return cudaSuccess;
   const int bytes = dtype == Dtype::f32 ? 4 : 2;
-  if (!kPerRow && row_stride == columns) {
+  if (kOf == Of::matrix && row_stride == columns) {
     columns *= rows;  // without gaps the matrix is one long row
     rows = 1;
   }
   const int64_t segments = ceil_div(columns * bytes, kVectors * 16);
-  const AmaxParams params{static_cast<const char*>(x), amax,    rows, columns,
-                          row_stride * bytes,          segments};
+  const AmaxParams params{static_cast<const char*>(x), amax,     rows,        columns,
+                          row_stride * bytes,          segments, groups.ends, groups.count};
   unsigned blocks = 0;
   const cudaError_t error =
       stream::persistent_blocks(rows * segments, kWarps, kBlocksPerSm, &blocks);
   if (error != cudaSuccess) return error;
   switch (dtype) {
     case Dtype::f32:
-      amax_kernel<Dtype::f32, kPerRow><<<blocks, kThreads, 0, stream>>>(params);
+      amax_kernel<Dtype::f32, kOf><<<blocks, kThreads, 0, stream>>>(params);
       break;
     case Dtype::f16:
-      amax_kernel<Dtype::f16, kPerRow><<<blocks, kThreads, 0, stream>>>(params);
+      amax_kernel<Dtype::f16, kOf><<<blocks, kThreads, 0, stream>>>(params);
       break;
     case Dtype::bf16:
-      amax_kernel<Dtype::bf16, kPerRow><<<blocks, kThreads, 0, stream>>>(params);
+      amax_kernel<Dtype::bf16, kOf><<<blocks, kThreads, 0, stream>>>(params);
       break;
   }
   return cudaGetLastError();
@@ -169,12 +186,18 @@ cudaError_t launch(const void* x, Dtype dtype, int64_t rows, int64_t columns, in
 
 cudaError_t amax_tensor_cuda(const void* x, Dtype dtype, int64_t rows, int64_t columns,
                              int64_t row_stride, float* amax, cudaStream_t stream) {
-  return launch<false>(x, dtype, rows, columns, row_stride, amax, stream);
+  return launch<Of::matrix>(x, dtype, rows, columns, row_stride, amax, stream);
 }
 
 cudaError_t amax_rows_cuda(const void* x, Dtype dtype, int64_t rows, int64_t columns,
                            int64_t row_stride, float* amax, cudaStream_t stream) {
-  return launch<true>(x, dtype, rows, columns, row_stride, amax, stream);
+  return launch<Of::row>(x, dtype, rows, columns, row_stride, amax, stream);
+}
+
+cudaError_t amax_experts_cuda(const void* x, Dtype dtype, int64_t rows, int64_t columns,
+                              int64_t row_stride, const Groups& groups, float* amax,
+                              cudaStream_t stream) {
+  return launch<Of::expert>(x, dtype, rows, columns, row_stride, amax, stream, groups);
 }
 
 }  // namespace dfg

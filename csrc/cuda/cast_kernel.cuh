@@ -202,12 +202,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     measure_parts<E>(tile, is_whole_tile(r) && (kDequantized || is_whole_tile(c)), parts);
   }
   const uint32_t row_amax = RowPhase<E, Row, kKeep>::run(row, place, tile, parts);
-  if (args.row.amax) raise_by_warp(args.row.amax, row_amax);
+  if (args.row.amax) raise_by_warp(args.row.amax + place.expert, row_amax);
   if (kKeep != Keep::input) __syncthreads();
   if (kDequantized && c.two_dimensional) measure_parts<E>(tile, is_whole_tile(c), parts);
   const uint32_t own_amax = ColumnPhase<E, Column>::run(column, place, tile, parts);
   const uint32_t column_amax = kTransposed ? row_amax : own_amax;
-  if (args.column.amax) raise_by_warp(args.column.amax, column_amax);
+  if (args.column.amax) raise_by_warp(args.column.amax + place.expert, column_amax);
 }
 
 // One block per tile. kernel: of (args, layout).

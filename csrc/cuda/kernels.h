@@ -19,5 +19,8 @@ cudaError_t amax_tensor_cuda(const void* x, Dtype dtype, int64_t rows, int64_t c
                              int64_t row_stride, float* amax, cudaStream_t stream);
 cudaError_t amax_rows_cuda(const void* x, Dtype dtype, int64_t rows, int64_t columns,
                            int64_t row_stride, float* amax, cudaStream_t stream);
+cudaError_t amax_experts_cuda(const void* x, Dtype dtype, int64_t rows, int64_t columns,
+                              int64_t row_stride, const Groups& groups, float* amax,
+                              cudaStream_t stream);
 
 }  // namespace dfg

@@ -97,20 +97,30 @@ cudaError_t launch(const MeasureArgs& args, cudaStream_t stream) {
   return launch_tiles<E>(measure_kernel<E>, args, layout, stream);
 }
 
+// Whether this plane is scaled by the largest magnitude of x, or of an expert's rows of it.
+bool is_of_tensor(const Measure& m) {
+  return m.options.codec != Codec::none && m.options.rht == Rht::off && !m.options.row_scaled;
+}
+
 }  // namespace
 
 cudaError_t measure_cuda(const MeasureArgs& args, cudaStream_t stream) {
-  const auto is_wanted = [](const Measure& m) { return m.options.codec != Codec::none; };
-  const bool row = is_wanted(args.row), column = is_wanted(args.column);
-  if (args.groups.count == 0 && row && !column && args.row.options.rht == Rht::off) {
-    const auto amax = args.row.options.row_scaled ? amax_rows_cuda : amax_tensor_cuda;
-    return amax(args.x, args.dtype, args.rows, args.columns, args.row_stride, args.row.amax,
-                stream);
+  const bool row = args.row.options.codec != Codec::none;
+  const bool column = args.column.options.codec != Codec::none;
+  const Measure& only = row ? args.row : args.column;
+  const bool is_alone = row != column && !args.dequantized;
+  if (is_alone && is_of_tensor(only)) {
+    if (args.groups.count > 0) {
+      return amax_experts_cuda(args.x, args.dtype, args.rows, args.columns, args.row_stride,
+                               args.groups, only.amax, stream);
+    }
+    return amax_tensor_cuda(args.x, args.dtype, args.rows, args.columns, args.row_stride, only.amax,
+                            stream);
   }
-  if (args.groups.count == 0 && column && !row && !args.dequantized &&
-      args.column.options.rht == Rht::off && !args.column.options.row_scaled) {
-    return amax_tensor_cuda(args.x, args.dtype, args.rows, args.columns, args.row_stride,
-                            args.column.amax, stream);
+  if (is_alone && row && args.groups.count == 0 && args.row.options.row_scaled &&
+      args.row.options.rht == Rht::off) {
+    return amax_rows_cuda(args.x, args.dtype, args.rows, args.columns, args.row_stride,
+                          args.row.amax, stream);
   }
   switch (args.dtype) {
     case Dtype::f32:

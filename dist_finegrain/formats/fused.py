@@ -188,7 +188,7 @@ def measure_planes(
             "rounds; accepted: what measure(x, row, None) gives, reduced over the ranks"
         )
     measures_row = is_measured(row) and row_statistic is None
-    is_shared = ends is None and not is_dequantized and measures_row and shares_amax(row, column)
+    is_shared = not is_dequantized and measures_row and shares_amax(row, column)
     experts = 0 if ends is None else ends.shape[0]
     row_amax = _amax(row, x, x.shape[0], 0, experts) if measures_row else None
     column_amax = None

@@ -95,7 +95,8 @@ def cast_grouped(
 
     ends: non-decreasing, the last one M; an expert may have no row. Statistics, as
     ``measure_grouped`` gives them: FP32 [E]; row-scaled [M] for the row and [E, K] for the column.
-    Other arguments as for ``cast``; ``x`` is read in place where its last stride is 1.
+    row_amax, column_amax: FP32 [E], each expert's raised by its own. Other arguments as for
+    ``cast``; ``x`` is read in place where its last stride is 1.
 
     Raises as ``cast`` does; ValueError for 128×128 blocks, swizzled scales and ends of another
     layout.

@@ -13,7 +13,6 @@ import torch
 
 from ..formats import fused
 from ..formats.casting import CastJob, run_casts
-from ..formats.float8 import Float8TensorFormat
 from ..formats.fused_grouped import cast_grouped, measure_grouped
 from ..formats.plane import Direction, Format, Plane, in_memory_order
 from ..formats.quantizer import Quantizer
@@ -135,7 +134,13 @@ class _GroupedCast:
         self.row = first.plane_format("rowwise") if job.rowwise or waits else None
         self.column = first.plane_format("columnwise") if job.columnwise else None
         self.row_statistic = self._scales("rowwise", self.row)
-        self.column_statistic = self._scales("columnwise", self.column)
+        # Scales of one tensor let the kernel write both planes from the same codes.
+        is_shared = self._is_one_slot and self.row is not None and self.row_statistic is not None
+        self.column_statistic = (
+            self.row_statistic
+            if is_shared and self.column is not None
+            else self._scales("columnwise", self.column)
+        )
         has_late_amax = waits and self.row.statistic != "none" and fused.is_measured(self.column)
         self.is_column_late = has_late_amax
 
@@ -155,7 +160,10 @@ class _GroupedCast:
             is_row_needed = is_of_row or fused.is_measured(row)
             found = self._measured(row if is_row_needed else None, column, source)
             self._take(*found)
-        return self._shared(row, self.row_statistic) + self._shared(column, self.column_statistic)
+        shared = self._shared(row, self.row_statistic)
+        if self.column_statistic is not self.row_statistic:
+            shared += self._shared(column, self.column_statistic)
+        return shared
 
     def measure_again(self) -> list[torch.Tensor]:
         """Find what the row's codes determine, after the first reduction."""
@@ -180,38 +188,34 @@ class _GroupedCast:
 
     def encode(self) -> None:
         job = self.job
-        self._record()
+        amaxes = {direction: self._pending() for direction in self._recorded()}
         made = cast_grouped(
             job.x, job.ends, self.row, self.column, source=self.source,
             row_statistic=self.row_statistic, column_statistic=self.column_statistic,
+            row_amax=amaxes.get("rowwise"), column_amax=amaxes.get("columnwise"),
         )  # fmt: skip
+        for direction, amax in amaxes.items():
+            pending = [q.child(direction).amax for q in job.quantizers]
+            torch._foreach_maximum_(pending, list(amax.split(1)))
         job.row = made.row if job.rowwise else None
         job.column, job.column_ends = made.column, made.column_ends
 
-    def _record(self) -> None:
-        """Raise the pending amaxes of delayed scaling; experts without tokens did not run.
+    def _pending(self) -> torch.Tensor:
+        """FP32 [E] of -1, which stays where an expert has no tokens: it did not run."""
+        return self.job.x.new_full((len(self.job.quantizers),), -1.0, dtype=torch.float32)
 
-        The cast records one maximum over all experts, so theirs take one more read.
-        """
-        job, sides = self.job, {"rowwise": self.row, "columnwise": self.column}
+    def _recorded(self) -> list[Direction]:
+        """Directions whose amaxes delayed scaling records; one that serves both is raised once."""
+        sides = {"rowwise": self.row, "columnwise": self.column}
         delayed = [d for d, f in sides.items() if f is not None and f.statistic == "scale"]
-        if not delayed or not job.record or job.x.numel() == 0:
-            return
-        first = job.quantizers[0]
-        is_one_slot = first.child("rowwise") is first.child("columnwise")
-        if len(delayed) == 2 and is_one_slot:
-            delayed = ["rowwise"]
-        did_run = torch.diff(job.ends, prepend=job.ends.new_zeros(1)) > 0
-        for direction in delayed:
-            element = sides[direction].element
-            stands_in = Float8TensorFormat(element)  # what measures one amax of each expert
-            if direction == "rowwise" or self.source == "original":
-                amax = measure_grouped(job.x, job.ends, stands_in, None)[0]
-            else:
-                amax = self._measured(self.row, stands_in, self.source, self.row_statistic)[1]
-            pending = [q.child(direction).amax for q in job.quantizers]
-            seen = torch.where(did_run, amax, torch.full_like(amax, -1.0))
-            torch._foreach_maximum_(pending, list(seen.split(1)))
+        if not self.job.record or self.job.x.numel() == 0:
+            return []
+        return delayed[:1] if len(delayed) == 2 and self._is_one_slot else delayed
+
+    @property
+    def _is_one_slot(self) -> bool:
+        first = self.job.quantizers[0]
+        return self.source == "original" and first.child("rowwise") is first.child("columnwise")
 
 
 def cast_each(

@@ -66,7 +66,7 @@ class Grouped:
     column_ends: torch.Tensor
     row_statistic: torch.Tensor | None
     column_statistic: torch.Tensor | None
-    amaxes: list[torch.Tensor]  # of all that the row and the column plane encode, FP32 [1] each
+    amaxes: list[torch.Tensor]  # of what the row and the column plane encode, FP32 [E] each
 
 
 def expected_grouped(
@@ -82,8 +82,14 @@ def expected_grouped(
         widths.cumsum(0).to(torch.int32),
         statistics(rows, torch.cat),
         statistics(columns, torch.stack if column.statistic == "row" else torch.cat),
-        [torch.cat([one.amax for one in experts]).amax(0, True) for experts in (rows, columns)],
+        [recorded(experts, split) for experts in (rows, columns)],
     )
+
+
+def recorded(experts: list[Expected], split: list[int]) -> torch.Tensor:
+    """Each expert's amax of what its plane encodes, FP32 [E]; −∞ without rows."""
+    none = torch.full((1,), -torch.inf)
+    return torch.cat([one.amax if m else none for one, m in zip(experts, split, strict=True)])
 
 
 def statistics(experts: list[Expected], join) -> torch.Tensor | None:
@@ -217,14 +223,14 @@ def test_columns_of_the_rows_values(name, device):
 @each_source
 @each_format
 def test_recorded_amaxes(name, source, device):
-    """The largest of all experts, from -1; a larger one stays."""
+    """Each expert's own, from -1, which stays where it has no rows; a larger one stays."""
     format = GROUPED[name]
     row = as_row(format, source)
     require(device, row, format)
     x, split = values(Matrix("nonfinite", 384, 130, torch.bfloat16)), SPLITS["ragged"]
     wanted = expected_grouped(x, split, row, format, source)
     for start in (-1.0, 1e38):
-        amaxes = [torch.full((1,), start, device=device) for _ in range(2)]
+        amaxes = [torch.full((len(split),), start, device=device) for _ in range(2)]
         options = {"row_amax": amaxes[0], "column_amax": amaxes[1], "source": source}
         run_grouped(x.to(device), split, row, format, wanted, **options)
         for amax, want in zip(amaxes, wanted.amaxes, strict=True):
