@@ -13,6 +13,7 @@ The API is experimental: names, roles and validation may grow between releases.
 
 from . import factories, factory_zoo, recipe
 from .context import autocast
+from .distributed.report import comm_report
 from .extension import build_info
 from .formats.dtypes import DType
 from .formats.float8 import (
@@ -68,6 +69,7 @@ __all__ = [
     "assign_names",
     "autocast",
     "build_info",
+    "comm_report",
     "end_step",
     "factories",
     "factory_zoo",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .distributed import collectives
+from .distributed.plane_gather import HIGH_PRECISION, Wire, choose_wire
 from .extension import why_unavailable, why_unsupported
 from .formats.dtypes import DType
 from .formats.float8 import Float8Quantizer
@@ -280,7 +281,8 @@ def _row(
         why_unfused = why_unfused or "a user's own encode() makes the other plane"
     try:
         kernel = choose_kernel(operands, quantizers, site, recipe.resolved_execution)
-        bucket, reason = _bucket(kernel, operands.gemm, formats, module, why_unfused)
+        gathering = _gathering(operands, quantizers, module, site, tokens)
+        bucket, reason = _bucket(kernel, operands.gemm, formats, module, why_unfused, gathering)
         name, stored = kernel.name, kernel.stored(formats[1])
         if operands.gemm in recipe.fast_accumulation and kernel.execution == "native":
             if kernel.has_fast:
@@ -298,17 +300,17 @@ def _row(
         bucket=bucket,
         kernel=name,
         reason=reason,
-        saved_bytes=_saved_bytes(operands, stored, site, tokens),
-        wire_bytes=_wire_bytes(operands.gemm, module, site, tokens),
+        saved_bytes=_saved_bytes(operands, stored, site, _kept_rows(module, tokens)),
+        wire_bytes=_wire_bytes(operands, quantizers, module, site, tokens),
     )
 
 
 def _bucket(
-    kernel: Kernel, gemm: str, formats: list[Format], module: Any, why_unfused: str
+    kernel: Kernel, gemm: str, formats: list[Format], module: Any, why_unfused: str, gathering: str
 ) -> tuple[str, str]:
     """Bucket of a GEMM that runs, and why it is not the bucket before."""
     if kernel.execution == "emulated":
-        return "emulated", kernel.reason
+        return "emulated", "; ".join(filter(None, (kernel.reason, gathering)))
     reasons = []
     if any(f.family != "identity" for f in formats):
         if why_unfused:
@@ -317,9 +319,15 @@ def _bucket(
             reasons.append("the per-tensor scale is repeated for each row")
         if gemm == "fprop" and getattr(module, "reads_norm", False):
             reasons.append("the norm before it and the cast are two kernels")
-        if module.sequence_parallel:
-            reasons.append("sequence-parallel gather in high precision")
+        if gathering:
+            reasons.append(gathering)
     return ("unoptimized" if reasons else "fast"), "; ".join(reasons)
+
+
+def _kept_rows(module: Any, tokens: int) -> int:
+    """Rows of X that this rank keeps for wgrad: its own where X is gathered."""
+    is_gathered = module.parallel_mode == "column" and module.sequence_parallel
+    return tokens // (collectives.group_size(module.quantization_group()) if is_gathered else 1)
 
 
 def _saved_bytes(operands: GemmOperands, b: Format, site: Site, tokens: int) -> int:
@@ -331,17 +339,65 @@ def _saved_bytes(operands: GemmOperands, b: Format, site: Site, tokens: int) -> 
     return b.empty(shape, torch.bfloat16, torch.device("meta")).nbytes
 
 
-def _wire_bytes(gemm: str, module: Any, site: Site, tokens: int) -> int:
-    """Bytes of BF16 that this rank receives for one GEMM's gather and reduction."""
+_GATHERED = {("column", "fprop"), ("column", "wgrad"), ("row", "dgrad"), ("row", "wgrad")}
+
+
+def _wire(
+    operands: GemmOperands, quantizers: dict[str, Quantizer], module: Any, site: Site, tokens: int
+) -> tuple[Wire, str] | None:
+    """What travels for the gathered operand of this GEMM, and how its own plane gets to every rank.
+
+    None where no operand is gathered. BF16 is taken for high precision.
+    """
+    ranks = collectives.group_size(module.quantization_group())
+    is_gathered = (module.parallel_mode, operands.gemm) in _GATHERED
+    if ranks == 1 or not module.sequence_parallel or not is_gathered:
+        return None
+    is_column = module.parallel_mode == "column"
+    slot, features = ("input", site.k) if is_column else ("grad_output", site.n)
+    is_fprop, both = operands.gemm == "fprop", not is_column
+    wire = choose_wire(
+        quantizers[slot], both or is_fprop, both or not is_fprop, tokens // ranks, features,
+        torch.bfloat16,
+    )  # fmt: skip
+    return wire, wire.columnwise if operands.gemm == "wgrad" else wire.rowwise
+
+
+def _gathering(operands: GemmOperands, quantizers, module: Any, site: Site, tokens: int) -> str:
+    """Why the gather of this GEMM's operand costs more than its plane; "" when it does not."""
+    found = _wire(operands, quantizers, module, site, tokens)
+    if found is None:
+        return ""
+    slot = "input" if module.parallel_mode == "column" else "grad_output"
+    is_row = operands.gemm != "wgrad"
+    format = quantizers[slot].plane_format("rowwise" if is_row else "columnwise")
+    if found[1] == HIGH_PRECISION and format.family != "identity":
+        return "sequence-parallel gather in high precision"
+    rows = tokens // collectives.group_size(module.quantization_group())
+    block = format.block[0 if is_row else 1]
+    if rows % block:
+        return f"{rows} rows per rank are no multiple of {block}: blocks end at each rank's rows"
+    return ""
+
+
+def _wire_bytes(
+    operands: GemmOperands, quantizers: dict[str, Quantizer], module: Any, site: Site, tokens: int
+) -> int:
+    """Bytes that this rank receives for one GEMM's gather and reduction; sums are in BF16.
+
+    What serves dgrad and wgrad at once is counted at dgrad.
+    """
     ranks = collectives.group_size(module.quantization_group())
     if ranks == 1:
         return 0
+    column, sp, gemm = module.parallel_mode == "column", module.sequence_parallel, operands.gemm
     share = 2 * tokens * (ranks - 1) // ranks  # one all-gather or reduce-scatter, per feature
-    column, sp = module.parallel_mode == "column", module.sequence_parallel
     reduce = share if sp else 2 * share  # an all-reduce is a reduce-scatter and an all-gather
+    found = _wire(operands, quantizers, module, site, tokens)
+    gathered = (ranks - 1) * found[0].nbytes if found else 0
     if column:
-        return {"fprop": share * site.k if sp else 0, "dgrad": reduce * site.k}.get(gemm, 0)
-    return {"fprop": reduce * site.n, "dgrad": share * site.n if sp else 0}.get(gemm, 0)
+        return gathered + (reduce * site.k if gemm == "dgrad" else 0)
+    return {"fprop": reduce * site.n, "dgrad": gathered}.get(gemm, 0)
 
 
 def _bytes(count: int) -> str:

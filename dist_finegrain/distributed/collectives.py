@@ -1,15 +1,19 @@
 """The only caller of torch.distributed. Every function takes its group; None means no group.
 
 A group of one rank skips the call. ``group_size(None)`` is 1: nothing ever reduces over the default
-world group.
+world group. What runs is counted for ``comm_report``: ``module`` is the name under which, ``what``
+says what was carried.
 """
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from . import traffic
 
 # torch 2.13 renamed these two; 2.11 knows the old names only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,47 +35,82 @@ def group_ranks(group: Any) -> tuple[int, ...]:
     return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 
-def all_reduce_max(tensor: torch.Tensor, group: Any) -> None:
+def all_reduce_max(
+    tensor: torch.Tensor, group: Any, *, kind: str = "max", module: str = "", what: str = ""
+) -> None:
     """Elementwise maximum over the group, in place."""
     if group_size(group) > 1:
+        _count_reduction(kind, tensor, group, module, what)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
 
 
-def all_reduce_sum(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+def all_reduce_sum(
+    tensor: torch.Tensor, group: Any, *, module: str = "", what: str = ""
+) -> torch.Tensor:
     """Sum over the group, in place; returns ``tensor``."""
     if group_size(group) > 1:
+        _count_reduction("sum", tensor, group, module, what)
         dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
     return tensor
 
 
-def reduce_max_together(tensors: list[torch.Tensor], group: Any) -> None:
+def reduce_max_together(tensors: list[torch.Tensor], group: Any, *, module: str = "") -> None:
     """Maximum over the group of several FP32 tensors with one all-reduce, in place."""
     if group_size(group) == 1:
         return
     flat = torch.cat([t.reshape(-1) for t in tensors])
-    all_reduce_max(flat, group)
+    all_reduce_max(flat, group, module=module, what="amaxes")
     for tensor, value in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(value.view_as(tensor))
 
 
-def all_gather_rows(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """[m, ...] of each rank joined along dim 0: [m · ranks, ...]."""
+class PendingGather:
+    """An all-gather on its way; it holds the buffers until ``wait``."""
+
+    def __init__(self, sent: torch.Tensor, received: torch.Tensor, work: Any):
+        self._sent, self._received, self._work = sent, received, work
+
+    def wait(self) -> torch.Tensor:
+        """[m · ranks, ...], usable by what is launched from now on."""
+        if self._work is not None:
+            self._work.wait()
+        self._sent = self._work = None
+        return self._received
+
+
+def start_gather(
+    tensor: torch.Tensor, group: Any, *, kind: str, module: str = "", what: str = ""
+) -> PendingGather:
+    """Launch an all-gather along dim 0 of a contiguous [m, ...] and return at once."""
     ranks = group_size(group)
     if ranks == 1:
+        return PendingGather(tensor, tensor, None)
+    traffic.count(kind, module, what, (ranks - 1) * _nbytes(tensor))
+    received = tensor.new_empty((tensor.shape[0] * ranks, *tensor.shape[1:]))
+    work = _all_gather(received, tensor, group=group, async_op=True)
+    return PendingGather(tensor, received, work)
+
+
+def all_gather_rows(
+    tensor: torch.Tensor, group: Any, *, module: str = "", what: str = ""
+) -> torch.Tensor:
+    """[m, ...] of each rank joined along dim 0: [m · ranks, ...]."""
+    if group_size(group) == 1:
         return tensor
-    tensor = tensor.contiguous()
-    result = tensor.new_empty((tensor.shape[0] * ranks, *tensor.shape[1:]))
-    _all_gather(result, tensor, group=group)
-    return result
+    options = {"kind": "gather rows", "module": module, "what": what}
+    return start_gather(tensor.contiguous(), group, **options).wait()
 
 
-def reduce_scatter_rows(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+def reduce_scatter_rows(
+    tensor: torch.Tensor, group: Any, *, module: str = "", what: str = ""
+) -> torch.Tensor:
     """Sum over the group of [m · ranks, ...]; this rank's piece [m, ...]."""
     ranks = group_size(group)
     if ranks == 1:
         return tensor
     tensor = tensor.contiguous()
     result = tensor.new_empty((tensor.shape[0] // ranks, *tensor.shape[1:]))
+    traffic.count("scatter sum", module, what, (ranks - 1) * _nbytes(result))
     _reduce_scatter(result, tensor, group=group)
     return result
 
@@ -79,7 +118,7 @@ def reduce_scatter_rows(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 def all_equal(value: int, group: Any, device: torch.device) -> bool:
     """Whether every rank of the group passed the same non-negative int (one int64 MAX)."""
     pair = torch.tensor([value, -value], dtype=torch.int64, device=device)
-    all_reduce_max(pair, group)
+    all_reduce_max(pair, group, kind="agreement", what="hash")
     highest, lowest = pair.tolist()
     return highest == -lowest
 
@@ -88,4 +127,15 @@ def all_gather_object(value: Any, group: Any) -> list[Any]:
     """The picklable ``value`` of every rank; for error messages and rare repairs only."""
     values: list[Any] = [None] * group_size(group)
     dist.all_gather_object(values, value, group=group)
+    sizes = [len(pickle.dumps(v)) for v in values]
+    traffic.count("agreement", "", "object", sum(sizes) - sizes[group_rank(group)])
     return values
+
+
+def _count_reduction(kind: str, tensor: torch.Tensor, group: Any, module: str, what: str) -> None:
+    ranks = group_size(group)
+    traffic.count(kind, module, what, 2 * (ranks - 1) * _nbytes(tensor) // ranks)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

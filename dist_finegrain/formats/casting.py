@@ -32,6 +32,10 @@ class CastJob:
     record: whether a delayed-scaling amax counts towards the next scale.
     bias_grad: whether ``x``, a gradient of an output, is also summed over its rows.
     swizzled: directions whose plane stores its scales as sm_100's GEMM reads them.
+    shares_rows: whether ``reduce`` covers the amaxes of a column plane's rows too: other ranks hold
+    other rows of ``x``, so other pieces of each.
+    segments: the rows of ``x`` are this many ranks' equal shards: no block of the column plane
+    crosses from one to the next; each is padded to the block with zeros in that plane.
     planes, row_sum: the results; None for a direction that was not asked for; FP32 [K] or None.
     """
 
@@ -43,6 +47,8 @@ class CastJob:
     record: bool = True
     bias_grad: bool = False
     swizzled: frozenset[Direction] = frozenset()
+    shares_rows: bool = False
+    segments: int = 1
     rounding: dict[Direction, Rounding] = dataclasses.field(default_factory=dict)
     planes: dict[Direction, Plane | None] = dataclasses.field(
         default_factory=lambda: {"rowwise": None, "columnwise": None}
@@ -58,6 +64,21 @@ class CastJob:
         """The column plane is made from the row plane's values, not from ``x``."""
         return self.columnwise and self.quantizer.columnwise_source == "rowwise_dequantized"
 
+    @property
+    def is_cut(self) -> bool:
+        """Blocks of the column plane would cross the ends of segments."""
+        if self.segments == 1 or not self.columnwise:
+            return False
+        rows = self.x.shape[0] // self.segments
+        return rows % self.quantizer.plane_format("columnwise").block[1] != 0
+
+
+def padded_segments(x: torch.Tensor, segments: int, block: int) -> torch.Tensor:
+    """x [segments · m, K] with zero rows after each m, up to a multiple of ``block``."""
+    rows = x.shape[0] // segments
+    pieces = x.unflatten(0, (segments, rows))
+    return torch.nn.functional.pad(pieces, (0, 0, 0, -rows % block)).flatten(0, 1)
+
 
 def run_casts(
     jobs: Sequence[CastJob], reduce_max: Callable[[list[torch.Tensor]], None] | None = None
@@ -68,6 +89,8 @@ def run_casts(
     over the scale group, in place. It is called once, and once more when a column needs the amax of
     rowwise codes that depend on the first; whether it is called depends on formats, never on data.
     """
+    if any(job.is_cut for job in jobs):
+        return _run_cut_casts(jobs, reduce_max)
     casts = [_cast_of(job) for job in jobs]
     for measure in (_Cast.measure, _Cast.measure_again):
         shared = [amax for cast in casts for amax in measure(cast)]
@@ -77,6 +100,53 @@ def run_casts(
         cast.encode()
         if not cast.job.rowwise:
             cast.job.planes["rowwise"] = None
+
+
+def _run_cut_casts(jobs: Sequence[CastJob], reduce_max) -> None:
+    """``run_casts`` with column planes made from padded copies, one part of the job at a time."""
+    now: list[CastJob] = []
+    columns: list[tuple[CastJob, CastJob]] = []
+    for job in jobs:
+        if not job.is_cut:
+            now.append(job)
+        elif job.columnwise_waits:
+            now.append(_part(job, job.x, rowwise=True, bias_grad=job.bias_grad))
+            columns.append((job, now[-1]))
+        else:
+            if job.rowwise or job.bias_grad:
+                now.append(_part(job, job.x, rowwise=job.rowwise, bias_grad=job.bias_grad))
+                columns.append((job, now[-1]))
+            now.append(_column_part(job, job.x))
+            columns.append((job, now[-1]))
+    run_casts(now, reduce_max)
+    later = []
+    for job, part in columns:
+        if job.columnwise_waits:
+            row = part.planes["rowwise"]
+            values = saturating_to(row.format.decode(row), job.x.dtype, keep_inf=False)
+            later.append((job, _column_part(job, values)))
+    if later:
+        run_casts([part for _, part in later], reduce_max)
+    for job, part in columns + later:
+        job.row_sum = job.row_sum if part.row_sum is None else part.row_sum
+        for direction, plane in part.planes.items():
+            is_wanted = job.columnwise if direction == "columnwise" else job.rowwise
+            if plane is not None and is_wanted:
+                job.planes[direction] = plane
+
+
+def _part(job: CastJob, x: torch.Tensor, rowwise: bool, bias_grad: bool = False) -> CastJob:
+    planes = {"rowwise": None, "columnwise": None}
+    return dataclasses.replace(
+        job, x=x, rowwise=rowwise, columnwise=False, bias_grad=bias_grad, segments=1, planes=planes
+    )
+
+
+def _column_part(job: CastJob, x: torch.Tensor) -> CastJob:
+    block = job.quantizer.plane_format("columnwise").block[1]
+    part = _part(job, padded_segments(x, job.segments, block), rowwise=False)
+    # A hybrid's child alone: what it encodes is given, whatever its source.
+    return dataclasses.replace(part, columnwise=True, quantizer=job.quantizer.child("columnwise"))
 
 
 def _cast_of(job: CastJob) -> _Cast:
@@ -117,7 +187,7 @@ class _Cast(abc.ABC):
         column = None if self.is_column_late else self.column
         self._measure(self.row, column)
         shared = [self.row_statistic] if self._is_shared(self.row) else []
-        if self._is_shared(column) and not self.column_has_amax_of_row:
+        if self._is_shared(column, self.job.shares_rows) and not self.column_has_amax_of_row:
             shared.append(self.column_statistic)
         return shared
 
@@ -126,11 +196,13 @@ class _Cast(abc.ABC):
         if not self.is_column_late:
             return []
         self._measure(None, self.column)
-        return [self.column_statistic] if self._is_shared(self.column) else []
+        is_shared = self._is_shared(self.column, self.job.shares_rows)
+        return [self.column_statistic] if is_shared else []
 
-    def _is_shared(self, format: Format | None) -> bool:
-        # Row amaxes stay local: either the rank contracts its own shard, or it holds whole rows.
-        return self.job.reduce and format is not None and format.statistic == "tensor"
+    def _is_shared(self, format: Format | None, shares_rows: bool = False) -> bool:
+        # Row amaxes stay local where the rank contracts its own shard, or holds whole rows.
+        kinds = ("tensor", "row") if shares_rows else ("tensor",)
+        return self.job.reduce and format is not None and format.statistic in kinds
 
     def _records(self, direction: Direction, format: Format | None) -> bool:
         """Whether this plane raises a delayed amax; one that serves both planes is raised once."""

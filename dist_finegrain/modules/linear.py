@@ -289,6 +289,7 @@ class Linear(QuantizedModule):
     ) -> LinearCall:
         """Everything about one forward that is not a tensor."""
         return LinearCall(
+            name=self.name,
             binding=binding,
             compute_dtype=compute_dtype,
             parallel_mode=self.parallel_mode,

@@ -7,8 +7,11 @@ Legend: M tokens, K in_features, N out_features; K or N is divided by tp where i
     wgrad  dW = dY.col · X.colᵀ      [N, M] · [K, M]ᵀ
 
     parallel_mode  X before fprop      Y after fprop        dY before dgrad     dX after dgrad
-    column         gather rows if SP   –                    –                   sum (SP: scatter)
-    row            –                   sum (SP: scatter)    gather rows if SP   –
+    column         gather if SP        –                    –                   sum (SP: scatter)
+    row            –                   sum (SP: scatter)    gather if SP        –
+
+What is gathered travels as planes where they have fewer bytes (gathered.py). X is gathered again
+before wgrad: its rows of other ranks are not kept.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from ..formats.casting import CastJob, run_casts
 from ..formats.plane import Direction, Plane, in_memory_order
 from ..ops.gemm import gemm
 from .binding import Binding
+from .gathered import gathered_grad_output, gathered_input, gathered_input_again, kept_direction
 from .weight_cache import WeightCache
 
 
@@ -36,6 +40,8 @@ class LinearCall:
     parameter: the weight parameter that owns main_grad, or None; sums_bias_gradient: under SP, add
     up the ranks' bias gradients here, not in the trainer; wgrad_store: where a delayed weight
     gradient is put, or None; cache: quantized weights kept across microbatches, or None.
+    name: the module's, for comm_report(). segments: ranks whose rows X and dY are made of, where no
+    block of a column plane crosses from one to the next; None: those of ``group`` under SP.
     """
 
     binding: Binding
@@ -52,14 +58,25 @@ class LinearCall:
     save_original_input: bool = False
     wgrad_store: list | None = None
     cache: WeightCache | None = None
+    name: str = ""
+    segments: int | None = None
+
+    def __post_init__(self):
+        if self.segments is None:
+            is_cut = self.sequence_parallel and self.parallel_mode is not None
+            self.segments = collectives.group_size(self.group) if is_cut else 1
 
     @property
     def gathers_input(self) -> bool:
-        return self.parallel_mode == "column" and self.sequence_parallel
+        return self._gathers("column")
 
     @property
     def gathers_grad_output(self) -> bool:
-        return self.parallel_mode == "row" and self.sequence_parallel
+        return self._gathers("row")
+
+    def _gathers(self, mode: str) -> bool:
+        is_sharded = self.parallel_mode == mode and self.sequence_parallel
+        return is_sharded and collectives.group_size(self.group) > 1
 
     def job(self, tensor_type: str, x: torch.Tensor, rowwise: bool, columnwise: bool) -> CastJob:
         """The cast of one operand, with its scale group and the place of this rank's shard.
@@ -77,6 +94,7 @@ class LinearCall:
             reduce=tensor_type in sharded.get(self.parallel_mode, ()),
             record=self.training,
             swizzled=self.binding.swizzled(tensor_type),
+            segments=1 if tensor_type == "weight" else self.segments,
             rounding=self.binding.rounding(tensor_type, rows, columns),
         )
 
@@ -94,7 +112,8 @@ class LinearCall:
 
     def cast(self, *jobs: CastJob) -> None:
         """Run casts that feed one GEMM pair, with one reduction over the scale group."""
-        run_casts(jobs, functools.partial(collectives.reduce_max_together, group=self.group))
+        reduce_max = collectives.reduce_max_together
+        run_casts(jobs, functools.partial(reduce_max, group=self.group, module=self.name))
 
     def run(
         self, name: str, a: Plane, b: Plane, dtype: torch.dtype, bias=None, **into
@@ -106,11 +125,14 @@ class LinearCall:
         kernel, fast = self.binding.kernels[name], self.binding.is_fast(name)
         return gemm(kernel, name, a, b, dtype, bias=bias, fast=fast, **into)
 
-    def sum_over_ranks(self, partial: torch.Tensor) -> torch.Tensor:
+    def sum_over_ranks(self, partial: torch.Tensor, what: str) -> torch.Tensor:
         """Sum of the ranks' partial products; under sequence parallelism this rank's rows of it."""
-        if self.sequence_parallel:
-            return collectives.reduce_scatter_rows(partial, self.group)
-        return collectives.all_reduce_sum(partial, self.group)
+        add = (
+            collectives.reduce_scatter_rows
+            if self.sequence_parallel
+            else (collectives.all_reduce_sum)
+        )
+        return add(partial, self.group, module=self.name, what=what)
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
@@ -129,25 +151,32 @@ class LinearFunction(torch.autograd.Function):
             ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
             ctx.bias_dtype = None if bias is None else bias.dtype
             c = call.compute_dtype
-            local_x = x = x.to(c).contiguous()
+            x = x.to(c).contiguous()
             bias = None if bias is None else bias.to(c)
-            if call.gathers_input:
-                x = collectives.all_gather_rows(x, call.group)
+            ctx.x_shape = tuple(x.shape)
 
             late_column = call.save_original_input and call.needs_wgrad
-            x_job = call.job("input", x, True, call.needs_wgrad and not late_column)
-            w_planes = _weight_planes(call, weight, x_job)
-            x_row, x_col = x_job.planes["rowwise"], x_job.planes["columnwise"]
+            if call.gathers_input:
+                keeps = kept_direction(call, x) if call.needs_wgrad and not late_column else None
+                late_column = call.needs_wgrad and keeps is None
+                gathering = gathered_input(call, x, keeps)
+                w_planes = _weight_planes(call, weight, gathering.jobs())
+                gathering.start()
+                x_row, x_kept = gathering.wait()["rowwise"], keeps and gathering.own(keeps)
+            else:
+                x_job = call.job("input", x, True, call.needs_wgrad and not late_column)
+                w_planes = _weight_planes(call, weight, [x_job])
+                x_row, x_kept = x_job.planes["rowwise"], x_job.planes["columnwise"]
 
             row_parallel = call.parallel_mode == "row"
             y = call.run("fprop", x_row, w_planes["rowwise"], c, None if row_parallel else bias)
             if row_parallel:
-                y = call.sum_over_ranks(y)
+                y = call.sum_over_ranks(y, "output")
                 y = y if bias is None else y + bias
 
         ctx.call = call
         w_col = w_planes["columnwise"] if call.needs_dgrad else None
-        _save_planes(ctx, x_col, w_col, local_x if late_column else None)
+        _save_planes(ctx, x_kept, w_col, x if late_column else None)
         return y
 
     @staticmethod
@@ -158,51 +187,68 @@ class LinearFunction(torch.autograd.Function):
             x_col, w_col, x = _saved_planes(ctx)
             dy = grad_output.to(call.compute_dtype).contiguous()
             needs_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]
-            own_rows_sum = None
+            x_gathering = dy_gathering = dy_job = x_job = None
+            if call.needs_wgrad and call.gathers_input:
+                x_gathering = gathered_input_again(call, x, x_col, ctx.x_shape)
+            elif call.needs_wgrad and x_col is None:
+                x_job = call.job("input", x, False, True)
             if call.gathers_grad_output:
-                if needs_bias:
-                    # The cast reads every rank's rows, the gradient covers this rank's: DTensors
-                    # are summed here, plain parameters by the trainer.
-                    own_rows_sum = dy.sum(0, dtype=torch.float32)
-                    if call.sums_bias_gradient:
-                        collectives.all_reduce_sum(own_rows_sum, call.group)
-                dy = collectives.all_gather_rows(dy, call.group)
-            job = call.job("grad_output", dy, call.needs_dgrad, call.needs_wgrad)
-            job.bias_grad = needs_bias and own_rows_sum is None
-            call.cast(job)
-            grad_bias = job.row_sum if own_rows_sum is None else own_rows_sum
-            grad_bias = None if grad_bias is None else grad_bias.to(ctx.bias_dtype)
+                dy_gathering = gathered_grad_output(call, dy)
+                dy_job = dy_gathering.own_job
+            else:
+                dy_job = call.job("grad_output", dy, call.needs_dgrad, call.needs_wgrad)
+            if dy_job is not None:
+                dy_job.bias_grad = needs_bias
+
+            jobs = [dy_job] if dy_gathering is None else dy_gathering.jobs()
+            jobs += [x_job] if x_job is not None else []
+            jobs += x_gathering.jobs() if x_gathering is not None else []
+            call.cast(*jobs)
+            for gathering in (dy_gathering, x_gathering):
+                if gathering is not None:
+                    gathering.start()
+            grad_bias = None
+            if needs_bias:
+                # A gathered plane holds every rank's rows, the gradient covers this rank's:
+                # DTensors are summed here, plain parameters by the trainer.
+                grad_bias = dy.sum(0, dtype=torch.float32) if dy_job is None else dy_job.row_sum
+                if call.gathers_grad_output and call.sums_bias_gradient:
+                    options = {"module": call.name, "what": "bias gradient"}
+                    collectives.all_reduce_sum(grad_bias, call.group, **options)
+                grad_bias = grad_bias.to(ctx.bias_dtype)
+            dy_planes = dy_job.planes if dy_gathering is None else dy_gathering.wait()
 
             grad_x = None
             if call.needs_dgrad:
-                grad_x = call.run("dgrad", job.planes["rowwise"], w_col, ctx.x_dtype)
+                grad_x = call.run("dgrad", dy_planes["rowwise"], w_col, ctx.x_dtype)
                 if call.parallel_mode == "column":
-                    grad_x = call.sum_over_ranks(grad_x)
+                    grad_x = call.sum_over_ranks(grad_x, "grad_input")
 
             grad_weight = None
             if call.needs_wgrad:
-                if x_col is None:
-                    if call.gathers_input:
-                        x = collectives.all_gather_rows(x, call.group)
-                    x_job = call.job("input", x, False, True)
-                    call.cast(x_job)
+                if x_gathering is not None:
+                    x_col = x_gathering.wait()["columnwise"]
+                elif x_job is not None:
                     x_col = x_job.planes["columnwise"]
                 grad_weight = _weight_gradient(
-                    call, job.planes["columnwise"], x_col, ctx.weight_dtype
+                    call, dy_planes["columnwise"], x_col, ctx.weight_dtype
                 )
         return grad_x, grad_weight, grad_bias, None
 
 
-def _weight_planes(call: LinearCall, weight, x_job: CastJob) -> dict[Direction, Plane | None]:
+def _weight_planes(
+    call: LinearCall, weight, x_jobs: list[CastJob]
+) -> dict[Direction, Plane | None]:
     """Planes of the weight, from the cache where it holds them; X is cast in the same breath."""
     cached = call.cache.planes if call.cache else {"rowwise": None, "columnwise": None}
     need_col = call.needs_dgrad and cached["columnwise"] is None
-    jobs = [x_job]
+    jobs, w_job = list(x_jobs), None
     if cached["rowwise"] is None or need_col:
         weight = weight.to(call.compute_dtype)
-        jobs.append(call.job("weight", weight, cached["rowwise"] is None, need_col))
+        w_job = call.job("weight", weight, cached["rowwise"] is None, need_col)
+        jobs.append(w_job)
     call.cast(*jobs)
-    made = jobs[1].planes if len(jobs) > 1 else {}
+    made = {} if w_job is None else w_job.planes
     planes = {d: cached[d] or made.get(d) for d in cached}
     if call.cache:
         call.cache.planes = planes

@@ -61,9 +61,7 @@ class HostTimer:
     the processor's caches, and the thread that runs backward, as another call has left them.
     """
 
-    def __init__(
-        self, call: Call, inputs: Sequence[object], batch_seconds: float = _BATCH_SECONDS
-    ):
+    def __init__(self, call: Call, inputs: Sequence[object], batch_seconds: float = _BATCH_SECONDS):
         self.call, self.inputs, self.rounds = call, inputs, 1
         call(inputs[0])
         self.rounds = max(1, round(batch_seconds / (self.seconds() * len(inputs))))
