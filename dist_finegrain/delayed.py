@@ -43,6 +43,7 @@ class DelayedSlot:
         self.incarnation = 0  # a deepcopy is another slot of the same name
         self.request, self.element = request, element
         self.group: Any = None
+        self.held: tuple[DelayedScalingRequest, DelayedState] | None = None
         with torch.inference_mode(False):  # a first forward for inference must not spoil training
             self.scale = torch.ones(1, dtype=torch.float32, device=device)
             self.history = torch.zeros(request.amax_history_len, device=device)
@@ -85,13 +86,15 @@ class DelayedSlot:
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)  # the group is shared
         twin.incarnation += 1
+        twin.held = None
         twin.scale, twin.history, twin.pending = (
             copy.deepcopy(t, memo) for t in (self.scale, self.history, self.pending)
         )
         return twin
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "group": None}  # a process group is rebound at the next forward
+        # A process group is rebound at the next forward.
+        return {**self.__dict__, "group": None, "held": None}
 
 
 def update_slots(slots: list[DelayedSlot]) -> None:
@@ -123,14 +126,21 @@ def update_slots(slots: list[DelayedSlot]) -> None:
 
 
 def _state(slot: DelayedSlot) -> DelayedState:
-    return DelayedState(
-        slot.scale,
-        slot.history,
-        slot.pending,
-        use_max=slot.request.amax_compute_algo == "max",
-        fp8_max=FP8_MAX[slot.element],
-        margin=slot.request.margin,
+    """What the kernel is told of this slot; kept while its tensors and its request are the same."""
+    request, state = slot.held or (None, None)
+    tensors = (slot.scale, slot.history, slot.pending)
+    is_same = request is slot.request and all(
+        a is b for a, b in zip((state.scale, state.history, state.pending), tensors, strict=True)
     )
+    if not is_same:
+        state = DelayedState(
+            *tensors,
+            use_max=slot.request.amax_compute_algo == "max",
+            fp8_max=FP8_MAX[slot.element],
+            margin=slot.request.margin,
+        )
+        slot.held = slot.request, state
+    return state
 
 
 def _reduce_pending(slots: list[DelayedSlot], group: Any) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import warnings
 
 import pytest
 import torch
 
 import dist_finegrain as dfg
-from dist_finegrain import factories, stepping
+from dist_finegrain import delayed, factories, stepping
 from dist_finegrain.delayed import DelayedSlot, update_slots
 from dist_finegrain.formats.requests import DelayedScalingRequest
 from tests.recipes import emulated
@@ -170,3 +172,21 @@ def test_scales_converge_to_the_data_and_error_is_that_of_the_format():
         y = module(x)
     wanted = x @ module.weight.t()
     assert (y - wanted).norm() / wanted.norm() < 0.06
+
+
+def test_what_the_kernel_is_told_follows_the_slot():
+    """Kept between steps; new after a move, another request or a longer history."""
+    slot = DelayedSlot(
+        ("forward", 0, "input", "", "e4m3"), "fc", DelayedScalingRequest(amax_history_len=4),
+        "e4m3", torch.device("cpu"), 0,
+    )  # fmt: skip
+    first = delayed._state(slot)
+    assert delayed._state(slot) is first
+    slot.adopt(DelayedScalingRequest(amax_history_len=4, margin=1), None, "fc")
+    second = delayed._state(slot)
+    assert second.margin == 1 and second.packed != first.packed
+    slot.adopt(DelayedScalingRequest(amax_history_len=8, margin=1), None, "fc")
+    assert delayed._state(slot).history is slot.history and len(slot.history) == 8
+    twin = copy.deepcopy(slot)
+    assert delayed._state(twin).scale is twin.scale
+    assert delayed._state(pickle.loads(pickle.dumps(slot))).margin == 1

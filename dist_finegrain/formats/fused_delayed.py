@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import struct
 from collections.abc import Sequence
@@ -25,6 +26,14 @@ class DelayedState:
     fp8_max: float
     margin: float
 
+    @functools.cached_property
+    def packed(self) -> bytes:
+        """csrc/kernels.h, DelayedSlot."""
+        addresses = (t.data_ptr() for t in (self.scale, self.history, self.pending))
+        divisor = 2.0**self.margin if self.margin < 128 else math.inf  # as FP32
+        settings = (self.history.numel(), self.use_max, self.fp8_max, divisor)
+        return struct.pack("<3q2i2f", *addresses, *settings)
+
 
 # Addresses and settings of the slots, by device and stream: they are copied in stream order.
 _tables: dict[tuple, tuple[bytes, torch.Tensor]] = {}
@@ -43,7 +52,7 @@ def update_delayed(slots: Sequence[DelayedState]) -> None:
     reason = why_unavailable(device)
     if reason:
         raise RuntimeError(f"update_delayed needs a compiled kernel on {device}: {reason}")
-    packed = b"".join(map(_packed, slots))
+    packed = b"".join(slot.packed for slot in slots)
     table = _table(packed, len(slots), device)
     _ops.update_delayed.default(
         [s.scale for s in slots], [s.history for s in slots], [s.pending for s in slots], table
@@ -69,11 +78,3 @@ def _table(packed: bytes, count: int, device: torch.device) -> torch.Tensor:
         host = torch.frombuffer(bytearray(packed), dtype=torch.int64).view(count, -1)
         held = _tables[device, stream] = (packed, host.to(device, non_blocking=True))
     return held[1]
-
-
-def _packed(slot: DelayedState) -> bytes:
-    """csrc/kernels.h, DelayedSlot."""
-    addresses = (t.data_ptr() for t in (slot.scale, slot.history, slot.pending))
-    divisor = 2.0**slot.margin if slot.margin < 128 else math.inf  # as FP32
-    settings = (len(slot.history), slot.use_max, slot.fp8_max, divisor)
-    return struct.pack("<3q2i2f", *addresses, *settings)

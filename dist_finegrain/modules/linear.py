@@ -258,7 +258,8 @@ class Linear(QuantizedModule):
         weight, bias = self._weight(), self._bias()
         grad_enabled = torch.is_grad_enabled()
         added_bias = None if self.return_bias else bias
-        matrix = x.reshape(-1, x.shape[-1])
+        # A view costs a node of the graph, and small layers wait for the host.
+        matrix = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if binding is None:
             y = traced_linear(self, matrix, weight, added_bias, compute_dtype)
             y = y.view(*self._output_shape(x))
@@ -268,7 +269,7 @@ class Linear(QuantizedModule):
             direct = DirectLinear.for_use(binding, x.device)
         if direct and direct.takes(matrix, weight, added_bias, compute_dtype):
             y = direct(matrix, weight, added_bias, grad_enabled and self.training)
-            y = y.view(*x.shape[:-1], y.shape[1])
+            y = y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
             return (y, bias) if self.return_bias else y
         needs = (grad_enabled and x.requires_grad, grad_enabled and weight.requires_grad)
         cache = self._cache_for(is_first_microbatch, binding, compute_dtype)

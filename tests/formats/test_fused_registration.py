@@ -145,9 +145,7 @@ def test_measure_decode_and_update_pass_opcheck():
     scales, pendings = [torch.ones(1), torch.ones(1)], [torch.ones(1), -torch.ones(1)]
     histories = [torch.zeros(3), torch.zeros(1)]
     state = zip(scales, histories, pendings, strict=True)
-    packed = b"".join(
-        fused_delayed._packed(fused_delayed.DelayedState(*s, True, 448.0, 1)) for s in state
-    )
+    packed = b"".join(fused_delayed.DelayedState(*s, True, 448.0, 1).packed for s in state)
     table = torch.frombuffer(bytearray(packed), dtype=torch.int64).view(2, 5)
     torch.library.opcheck(ops.update_delayed.default, (scales, histories, pendings, table))
 
