@@ -13,7 +13,6 @@ The API is experimental: names, roles and validation may grow between releases.
 
 from . import factories, factory_zoo, recipe
 from .context import autocast
-from .distributed.report import comm_report
 from .extension import build_info
 from .formats.dtypes import DType
 from .formats.float8 import (
@@ -38,6 +37,7 @@ from .naming import assign_names
 from .planning import plan
 from .recipe import CustomRecipe
 from .recomputation import recompute
+from .reporting import comm_report
 from .roles import QuantizerRole
 from .stepping import end_step
 

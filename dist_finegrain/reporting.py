@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from .. import stepping
-from . import traffic
-from .traffic import KINDS, Traffic
+from . import stepping
+from .distributed import traffic
+from .distributed.traffic import KINDS, Traffic
 
 _first_step = 0
 
