@@ -16,6 +16,7 @@ _GRACE_SECONDS = 60
 
 def pytest_addoption(parser):
     parser.addoption("--run-slow", action="store_true", help="also run tests marked slow")
+    parser.addoption("--run-nightly", action="store_true", help="also run those marked nightly")
     parser.addoption(
         "--cpu-variant",
         default="",
@@ -59,9 +60,12 @@ def _choose_cpu_variant(name: str) -> None:
 
 def pytest_collection_modifyitems(config, items):
     slow = pytest.mark.skip(reason="slow; run with --run-slow")
+    nightly = pytest.mark.skip(reason="takes minutes; run with --run-slow --run-nightly")
     gpu = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        if "slow" in item.keywords and not config.getoption("--run-slow"):
+        if "nightly" in item.keywords and not config.getoption("--run-nightly"):
+            item.add_marker(nightly)
+        elif "slow" in item.keywords and not config.getoption("--run-slow"):
             item.add_marker(slow)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(gpu)

@@ -11,6 +11,7 @@ from tests.recipes import ALL
 TIMEOUT = 600
 
 
+@pytest.mark.slow
 def test_every_recipe_mode_and_dtype_on_two_ranks():
     reports = run_ranks(run_cases, 2, sorted(ALL), timeout=TIMEOUT)
     for rank, report in enumerate(reports):

@@ -12,6 +12,7 @@ from tests.recipes import ALL
 TIMEOUT = 600
 
 
+@pytest.mark.slow
 def test_every_recipe_mode_and_dtype_on_two_ranks():
     reports = run_ranks(run_cases, 2, sorted(ALL), timeout=TIMEOUT)
     for rank, report in enumerate(reports):
@@ -24,6 +25,7 @@ def test_every_recipe_mode_and_dtype_on_two_ranks():
 ROWS = (128, 64, 48, 7, 0)
 
 
+@pytest.mark.slow
 def test_every_recipe_with_any_number_of_rows_per_rank():
     """Sequence parallelism; bug case 32: blocks end where a rank's rows do."""
     recipes = sorted({**ALL, **SQUARE})

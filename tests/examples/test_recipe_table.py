@@ -134,6 +134,7 @@ def factory_without_an_answer(role):
     return None
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_moe_recipe_trains_experts_as_bf16_does(tmp_path):
     """One row of the README's table."""

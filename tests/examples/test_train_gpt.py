@@ -332,6 +332,7 @@ def test_quick_start_reaches_its_loss_and_bf16_agrees(tmp_path):
         check_agreement(rows, has_nvfp4=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_nvfp4_gradients_agree_at_the_first_and_the_last_step(tmp_path):
     recipe = "dist_finegrain.factories:nvfp4_factory"

@@ -107,6 +107,7 @@ def test_each_instruction_set(chosen):
     run_suite(chosen, "-k", f"({_SOME}) and not cuda")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", _SETS)
 def test_the_whole_suite_with_each_instruction_set(chosen):

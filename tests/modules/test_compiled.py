@@ -227,6 +227,7 @@ class _WithParameters:
         return self.function(x)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_with_inductor():
     module, recipe = two_linears(), emulated(ALL["guide"])
