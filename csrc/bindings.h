@@ -87,6 +87,8 @@ int64_t new_gemm_counter();
 std::vector<std::vector<int64_t>> gemm_counts();
 void reset_gemm_counts();
 
+// Packed options of a plane, checked.
+PlaneOptions plane_options(int64_t packed);
 // What has to be measured before a plane of these options can be written: nothing, the amax of the
 // matrix, of the rotated matrix, or one per row.
 enum class Statistic { none, tensor, rotated_tensor, row };

@@ -251,9 +251,11 @@ void check_dequantized(bool dequantized, const PlaneOptions& row, const PlaneOpt
 
 }  // namespace
 
+PlaneOptions plane_options(int64_t packed) { return unpack("", packed, 0.0); }
+
 std::vector<at::Tensor> empty_plane(int64_t options, int64_t rows, int64_t contraction,
                                     const at::Tensor& x) {
-  const PlaneOptions o = unpack("", options, 0.0);
+  const PlaneOptions o = plane_options(options);
   const int64_t stored_rows = ceil_to(rows, kRowMultiple);
   const int64_t stored = ceil_to(contraction, contraction_multiple(o));
   const auto bytes = x.options().dtype(at::kByte), floats = x.options().dtype(at::kFloat);
@@ -270,7 +272,7 @@ std::vector<at::Tensor> empty_plane(int64_t options, int64_t rows, int64_t contr
 }
 
 Statistic measured_statistic(int64_t options) {
-  const PlaneOptions o = unpack("", options, 0.0);
+  const PlaneOptions o = plane_options(options);
   if (!has_outer(o) || o.scale_given) return Statistic::none;
   if (o.row_scaled) return Statistic::row;
   return o.rht == Rht::off ? Statistic::tensor : Statistic::rotated_tensor;

@@ -106,13 +106,12 @@ Operands operands_of(const Tensor& x, QuantizeOptions options, bool rowwise, boo
 
 // Element and scale mode, as `gemm` takes them, of a plane with two buffers.
 int64_t gemm_options(int64_t options) {
-  const bool is_e5m2 = options >> 8 & 1, is_two_dimensional = options >> 9 & 1;
-  const auto codec = static_cast<Codec>(options & 0xFF);
-  TORCH_CHECK_VALUE(codec == Codec::float8 || codec == Codec::block, "a plane has options ",
+  const PlaneOptions o = plane_options(options);
+  TORCH_CHECK_VALUE(o.codec == Codec::float8 || o.codec == Codec::block, "a plane has options ",
                     options, "; accepted: FP8 with one buffer of FP32 scales, or 0 for Identity");
-  ScaleMode mode = options >> 11 & 1 ? ScaleMode::row : ScaleMode::scalar;
-  if (codec == Codec::block) mode = is_two_dimensional ? ScaleMode::block128 : ScaleMode::vec128;
-  const GemmElement element = is_e5m2 ? GemmElement::e5m2 : GemmElement::e4m3;
+  ScaleMode mode = o.row_scaled ? ScaleMode::row : ScaleMode::scalar;
+  if (o.codec == Codec::block) mode = o.two_dimensional ? ScaleMode::block128 : ScaleMode::vec128;
+  const GemmElement element = o.e5m2 ? GemmElement::e5m2 : GemmElement::e4m3;
   return static_cast<int64_t>(element) | static_cast<int64_t>(mode) << 4;
 }
 
@@ -175,7 +174,8 @@ Forward forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bia
   return {multiply(plan, kFprop, of_x.row, of_w.row, bias, x), of_x.column, of_w.column};
 }
 
-// What backward needs beside the saved planes; `delayed` is read and raised there.
+// Saves the column planes; the scales and amaxes of delayed scaling are read and raised when
+// backward runs.
 class LinearFunction : public torch::autograd::Function<LinearFunction> {
  public:
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,

@@ -1,12 +1,9 @@
-// torch.ops.dist_finegrain.quantize: allocate, measure and cast in one call, for the host's sake.
-// It runs `measure` and `cast` of the same device, so that its planes are theirs.
+// Allocates, measures and casts without a step in between that Python would have to make. Calls the
+// operators `measure` and `cast`, so that its planes are theirs.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
-#include <torch/library.h>
-
-#include <string>
 
 #include "bindings.h"
 

@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from .torch_autocast import without_autocast
+
 
 def _gelu(h: torch.Tensor) -> torch.Tensor:
     return F.gelu(h, approximate="tanh")  # as Transformer Engine, whose name does not say it
@@ -61,10 +63,8 @@ def is_gated(name: str) -> bool:
 
 def activate(name: str, h: torch.Tensor) -> torch.Tensor:
     """The activation of h: [..., f] of [..., f], or of [..., 2f] for a gated one, in h's dtype."""
-    if torch.is_autocast_enabled(h.device.type):
-        with torch.autocast(h.device.type, enabled=False):
-            return activate(name, h)
-    if name in _PLAIN:
-        return _PLAIN[name](h)
-    first, second = h.chunk(2, dim=-1)
-    return _GATED[name](first) * second
+    with without_autocast(h.device):
+        if name in _PLAIN:
+            return _PLAIN[name](h)
+        first, second = h.chunk(2, dim=-1)
+        return _GATED[name](first) * second

@@ -19,6 +19,7 @@ import torch
 from ..context import Frame, current_frame, entered
 from ..formats.plane import DIRECTIONS, Format, Plane, in_memory_order
 from .linear_function import LinearCall, LinearFunction
+from .torch_autocast import compute_dtype
 
 _ids = itertools.count()
 _modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -61,7 +62,9 @@ class _Use:
         with entered(self.frame), torch.set_grad_enabled(wants_grad):
             binding = module.bind_now(key.device, key.dtype)
         needs = (key.needs_dgrad, key.needs_wgrad)
-        return module.linear_call(binding, key.dtype, *needs, key.training, None)
+        call = module.linear_call(binding, key.dtype, *needs, key.training, None)
+        # Kept with the graph: it must not keep a parameter alive.
+        return dataclasses.replace(call, parameter=None)
 
 
 class _Context:
@@ -125,7 +128,8 @@ def traceable(forward: Callable) -> Callable:
             if is_first_microbatch is not None:
                 reason = "is_first_microbatch keeps quantized weights between calls"
             if reason:
-                return eagerly(self, reason, x, is_first_microbatch)
+                torch._dynamo.graph_break(msg=reason)
+                return eagerly(self, x, is_first_microbatch)
         return forward(self, x, is_first_microbatch)
 
     return traced
@@ -140,7 +144,8 @@ def untraceable(reason: str) -> Callable:
         @functools.wraps(forward)
         def traced(self, *args, **kwargs):
             if torch.compiler.is_compiling():
-                return eagerly(self, reason, *args, **kwargs)
+                torch._dynamo.graph_break(msg=reason)
+                return eagerly(self, *args, **kwargs)
             return forward(self, *args, **kwargs)
 
         return traced
@@ -150,16 +155,10 @@ def untraceable(reason: str) -> Callable:
 
 def _eagerly(forward: Callable) -> Callable:
     @torch.compiler.disable
-    def forward_without_torch_compile(self, reason: str, *args, **kwargs):
+    def forward_without_torch_compile(self, *args, **kwargs):
         return forward(self, *args, **kwargs)
 
     return forward_without_torch_compile
-
-
-def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """torch.autocast's dtype where it is on, else that of ``x``."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def traced_linear(module, x, weight, bias, dtype: torch.dtype) -> torch.Tensor:

@@ -40,6 +40,7 @@ from .grouped_weights import (
 )
 from .linear import _WEIGHT_STD, _compute_dtype, check_sharding
 from .quantized_weights import forget_initial_value, quantize_parameters, stored_planes
+from .torch_autocast import without_autocast
 from .weight_cache import WeightCache
 
 
@@ -411,7 +412,7 @@ class GroupedLinear(QuantizedModule):
             return
         if not self._wgrad_store:
             raise RuntimeError("backward_dw() without a backward pass that delayed a gradient")
-        with torch.no_grad(), torch.autocast(weights[0].device.type, enabled=False):
+        with torch.no_grad(), without_autocast(weights[0].device):
             gradients = self._wgrad_store.pop(0)()
             for weight, gradient in zip(weights, gradients, strict=True):
                 is_dummy = self.fuse_wgrad_accumulation and weight.grad is not None

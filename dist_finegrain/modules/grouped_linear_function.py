@@ -32,6 +32,7 @@ from .grouped_casting import (
     run_grouped_casts,
 )
 from .grouped_weights import share_storage, weight_ends, weights_in_one
+from .torch_autocast import without_autocast
 from .weight_cache import WeightCache
 
 _SHARDED = {"column": ("weight", "grad_output"), "row": ("weight", "input")}
@@ -263,7 +264,7 @@ class GroupedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, call: GroupedCall, *parameters):
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             weights, biases = parameters[: call.experts], parameters[call.experts :]
             ctx.x_dtype, ctx.weight_dtype = x.dtype, weights[0].dtype
             ctx.bias_dtype = biases[0].dtype if biases else None
@@ -293,7 +294,7 @@ class GroupedLinearFunction(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad_output):
         call, experts = ctx.call, ctx.call.experts
-        with torch.autocast(grad_output.device.type, enabled=False):
+        with without_autocast(grad_output.device):
             x, *tensors = ctx.saved_tensors
             split = ctx.counts[0]
             x_col, w_col = (

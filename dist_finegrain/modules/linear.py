@@ -22,6 +22,7 @@ from .compiled import traceable, traced_linear
 from .direct_linear import DirectLinear
 from .linear_function import LinearCall, LinearFunction
 from .quantized_weights import forget_initial_value, quantize_parameters, stored_planes
+from .torch_autocast import compute_dtype, without_autocast
 from .weight_cache import WeightCache
 
 PARALLEL_MODES = (None, "column", "row")
@@ -420,7 +421,7 @@ class Linear(QuantizedModule):
             return
         if not self._wgrad_store:
             raise RuntimeError("backward_dw() without a backward pass that delayed a gradient")
-        with torch.no_grad(), torch.autocast(self.weight.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(self.weight.device):
             gradient = self._wgrad_store.pop(0)()
             if gradient is None or (self.fuse_wgrad_accumulation and self.weight.grad is not None):
                 return
@@ -482,15 +483,12 @@ def check_sharding(
 
 def _compute_dtype(x: torch.Tensor, params_dtype: torch.dtype, label: str) -> torch.dtype:
     """torch.autocast's dtype where it is on, else x's, which must then be the parameters'."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    if x.dtype != params_dtype:
+    if not torch.is_autocast_enabled(x.device.type) and x.dtype != params_dtype:
         raise TypeError(
             f"x of {label} has dtype {x.dtype}, its parameters {params_dtype}; they must be equal "
             f"outside of torch.autocast, e.g. x.to({params_dtype})"
         )
-    return x.dtype
+    return compute_dtype(x)
 
 
 def _to_local(parameter: torch.Tensor | None) -> torch.Tensor | None:

@@ -16,7 +16,6 @@ before wgrad: its rows of other ranks are not kept.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -29,6 +28,7 @@ from ..formats.plane import Direction, Plane, in_memory_order
 from ..ops.gemm import gemm
 from .binding import Binding
 from .gathered import gathered_grad_output, gathered_input, gathered_input_again, kept_direction
+from .torch_autocast import without_autocast
 from .weight_cache import WeightCache
 
 
@@ -127,19 +127,10 @@ class LinearCall:
 
     def sum_over_ranks(self, partial: torch.Tensor, what: str) -> torch.Tensor:
         """Sum of the ranks' partial products; under sequence parallelism this rank's rows of it."""
-        add = (
-            collectives.reduce_scatter_rows
-            if self.sequence_parallel
-            else (collectives.all_reduce_sum)
-        )
+        add = collectives.all_reduce_sum
+        if self.sequence_parallel:
+            add = collectives.reduce_scatter_rows
         return add(partial, self.group, module=self.name, what=what)
-
-
-def without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
-    """Operators below keep the dtypes they are given; free where torch.autocast is off anyway."""
-    if not torch.is_autocast_enabled(device.type):
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 class LinearFunction(torch.autograd.Function):

@@ -9,13 +9,13 @@ One fused kernel where there is one: apex's on CUDA, else torch's.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 
 import torch
 import torch.nn.functional as F
 
 from .. import apex
+from .torch_autocast import without_autocast
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
@@ -56,9 +56,7 @@ class Norm:
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """The norm of x [..., h] in ``dtype`` (default x's); weight, bias [h], all floating."""
-        is_autocast = torch.is_autocast_enabled(x.device.type)
-        off = torch.autocast(x.device.type, enabled=False)
-        with off if is_autocast else contextlib.nullcontext():
+        with without_autocast(x.device):
             if self.zero_centered_gamma:
                 weight = weight.float() + 1
             if x.dtype == weight.dtype and (bias is None or bias.dtype == x.dtype):

@@ -12,13 +12,10 @@ cpu: against the plain-torch reference, with two threads.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 import torch
-
-from dist_finegrain.formats import fused
 
 from .cast_cases import (
     BAR_SHAPE,
@@ -29,6 +26,7 @@ from .cast_cases import (
     least_bytes,
     reference_call,
 )
+from .command import execute
 from .te_casts import te_casts
 from .timing import count_launches, inputs_needed, make_timer, medians
 
@@ -198,14 +196,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run, print, write; 1 when a line failed, 2 without compiled kernels."""
     arguments = parse(argv)
-    if reason := fused.why_not(torch.device(arguments.device)):
-        print(f"no compiled kernels: {reason}", file=sys.stderr)
-        return 2
-    report = run(arguments)
-    print(markdown(report, GPU_COLUMNS if arguments.device == "cuda" else CPU_COLUMNS))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    return int(any("error" in line for line in report["results"]))
+    columns = GPU_COLUMNS if arguments.device == "cuda" else CPU_COLUMNS
+
+    def failed(report: dict) -> bool:
+        return any("error" in line for line in report["results"])
+
+    return execute(arguments, run, lambda report: markdown(report, columns), failed)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
 import torch
 
-from dist_finegrain.formats import fused
 from dist_finegrain.formats.float8 import Float8RowFormat, Float8TensorFormat
 from dist_finegrain.formats.fused_grouped import cast_grouped, measure_grouped
 from dist_finegrain.formats.identity import IdentityFormat
@@ -30,6 +28,7 @@ from dist_finegrain.ops.gemm import device_kind
 from dist_finegrain.ops.grouped import GEMMS, GroupedKernel, grouped_gemm, select_grouped
 
 from .casts import first_line
+from .command import execute
 from .timing import count_launches, inputs_needed, make_timer, medians
 
 BAR_SIZES = {"experts": 8, "tokens": 32768, "n": 2048, "k": 7168}
@@ -264,15 +263,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Run, print, write; 1 when a GEMM failed, 2 without compiled kernels."""
-    arguments = parse(argv)
-    if reason := fused.why_not(torch.device(arguments.device)):
-        print(f"no compiled kernels: {reason}", file=sys.stderr)
-        return 2
-    report = run(arguments)
-    print(markdown(report))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    return int(any("error_text" in line for line in report["results"]))
+
+    def failed(report: dict) -> bool:
+        return any("error_text" in line for line in report["results"])
+
+    return execute(parse(argv), run, markdown, failed)
 
 
 if __name__ == "__main__":

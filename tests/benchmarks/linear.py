@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -28,9 +27,9 @@ from pathlib import Path
 import torch
 
 from dist_finegrain.extension import build_info
-from dist_finegrain.formats import fused
 
 from .casts import CPU_THREADS, first_line
+from .command import execute, parts_of
 from .linear_cases import (
     FIRST,
     HOST_BOUND,
@@ -334,7 +333,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
-    parser.add_argument("--parts", type=_parts, default=PARTS, help="e.g. linear,host,gemm")
+    parser.add_argument(
+        "--parts", type=parts_of(PARTS), default=PARTS, help="e.g. linear,host,gemm"
+    )
     parser.add_argument("--shapes", type=_shapes, help="MxKxN, e.g. 16384x8192x8192,64x32x32")
     parser.add_argument("--gemm-size", type=int)
     parser.add_argument("--only", default="", help="lines whose name contains this text")
@@ -353,13 +354,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _parts(text: str) -> tuple[str, ...]:
-    parts = tuple(text.split(","))
-    if unknown := set(parts) - set(PARTS):
-        raise argparse.ArgumentTypeError(f"{sorted(unknown)}; accepted: {PARTS}")
-    return parts
-
-
 def _shapes(text: str) -> tuple[tuple[int, ...], ...]:
     shapes = tuple(tuple(map(int, shape.split("x"))) for shape in text.split(","))
     if any(len(shape) != 3 or min(shape) < 1 for shape in shapes):
@@ -369,16 +363,11 @@ def _shapes(text: str) -> tuple[tuple[int, ...], ...]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run, print, write; 1 when a line failed, 2 on a GPU without compiled kernels."""
-    arguments = parse(argv)
-    device = arguments.torch_device
-    if device.type == "cuda" and (reason := fused.why_not(device)):
-        print(f"no compiled kernels: {reason}", file=sys.stderr)
-        return 2
-    report = run(arguments)
-    print(markdown(report))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    return int(any(has_failed(line) for part in PARTS for line in report[part]))
+
+    def failed(report: dict) -> bool:
+        return any(has_failed(line) for part in PARTS for line in report[part])
+
+    return execute(parse(argv), run, markdown, failed, needs_kernels_on=("cuda",))
 
 
 if __name__ == "__main__":

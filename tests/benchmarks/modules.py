@@ -19,7 +19,6 @@ import argparse
 import dataclasses
 import functools
 import gc
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,11 +26,11 @@ from pathlib import Path
 import torch
 
 from dist_finegrain.extension import build_info
-from dist_finegrain.formats import fused
 
 from .casts import CPU_THREADS, first_line
+from .command import execute, parts_of
 from .linear import _ERRORS, DEFAULT_REPEATS, QUICK_REPEATS, EagerTimer, mode_result, race
-from .linear_cases import peak_bytes, relative_error
+from .linear_cases import peak_bytes, relative_error, saved_bytes
 from .linear_tables import has_failed, notes, number, table
 from .modules_cases import (
     GROUPED_BAR,
@@ -46,7 +45,6 @@ from .modules_cases import (
     kernels_of,
     mlp_step,
     plain_mlp_step,
-    saved_bytes,
 )
 from .modules_te import TransformerEngineModules
 from .timing import HostTimer, count_launches
@@ -226,7 +224,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cuda", "cpu"), default=default)
-    parser.add_argument("--parts", type=_parts, default=PARTS, help="e.g. grouped,mlp")
+    parser.add_argument("--parts", type=parts_of(PARTS), default=PARTS, help="e.g. grouped,mlp")
     parser.add_argument("--grouped", type=functools.partial(_shape, "ExMxKxN", "8x16384x4096x4096"))
     parser.add_argument("--mlp", type=functools.partial(_shape, "MxHxF", "8192x4096x14336"))
     parser.add_argument("--only", default="", help="lines whose name contains this text")
@@ -244,13 +242,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _parts(text: str) -> tuple[str, ...]:
-    parts = tuple(text.split(","))
-    if unknown := set(parts) - set(PARTS):
-        raise argparse.ArgumentTypeError(f"{sorted(unknown)}; accepted: {PARTS}")
-    return parts
-
-
 def _shape(form: str, example: str, text: str) -> tuple[int, ...]:
     sizes = text.split("x")
     if len(sizes) != form.count("x") + 1 or not all(size.isdigit() and int(size) for size in sizes):
@@ -260,16 +251,11 @@ def _shape(form: str, example: str, text: str) -> tuple[int, ...]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run, print, write; 1 when a line failed, 2 on a GPU without compiled kernels."""
-    arguments = parse(argv)
-    device = arguments.torch_device
-    if device.type == "cuda" and (reason := fused.why_not(device)):
-        print(f"no compiled kernels: {reason}", file=sys.stderr)
-        return 2
-    report = run(arguments)
-    print(markdown(report))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    return int(any(has_failed(line) for part in PARTS for line in report[part]))
+
+    def failed(report: dict) -> bool:
+        return any(has_failed(line) for part in PARTS for line in report[part])
+
+    return execute(parse(argv), run, markdown, failed, needs_kernels_on=("cuda",))
 
 
 if __name__ == "__main__":

@@ -253,23 +253,6 @@ def mlp_step(case: Case, problem: Problem) -> Step:
     return Step(module, parameters, problem, context, (), case.ends_step)
 
 
-def saved_bytes(step: Step) -> int:
-    """Bytes of the storages that one forward keeps for backward, without the parameters."""
-    storages = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = step.forward()
-    for parameter in step.parameters:
-        storages.pop(parameter.untyped_storage().data_ptr(), None)
-    del y
-    return sum(storages.values())
-
-
 def kernels_of(step: Step) -> str:
     """Kernels of fprop, dgrad and wgrad of one of this package's modules; "" of torch's."""
     module, device = step.module, step.problem.x.device

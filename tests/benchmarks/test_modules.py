@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from . import modules
+from .linear_cases import saved_bytes
 from .modules_cases import (
     GROUPED_CASES,
     MLP_CASES,
@@ -19,7 +20,6 @@ from .modules_cases import (
     kernels_of,
     mlp_step,
     plain_mlp_step,
-    saved_bytes,
     split_of,
 )
 
