@@ -1,5 +1,5 @@
 // The operators torch.ops.dist_finegrain.*: schemas, the CPU side, and the module
-// dist_finegrain._C. But for `linear` they write into their arguments and return nothing. Their
+// dist_finegrain._C. But for whole layers they write into their arguments and return nothing. Their
 // fake kernels are in extension.py.
 #include "bindings.h"
 
@@ -7,6 +7,7 @@
 #include <pybind11/stl.h>
 #include <torch/library.h>
 
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -41,6 +42,13 @@ TORCH_LIBRARY(dist_finegrain, m) {
   m.def(
       "linear(Tensor x, Tensor weight, Tensor? bias, int[] plan, float[] epsilons, "
       "Tensor?[] delayed, bool needs_dgrad, bool needs_wgrad, bool record) -> Tensor");
+  m.def(
+      "gemm_groups(Tensor a, Tensor b, int a_options, int b_options, Tensor a_scales, "
+      "Tensor b_scales, int gemm, int[] sizes, Tensor(a!) out, bool fast) -> ()");
+  m.def(
+      "grouped_linear(Tensor x, Tensor[] weights, int[] plan, float[] epsilons, "
+      "Tensor?[] delayed, int[] sizes, Tensor ends, Tensor weight_ends, bool needs_dgrad, "
+      "bool needs_wgrad, bool record) -> Tensor");
 }
 
 namespace dfg {
@@ -55,7 +63,11 @@ void on_torch_threads(int64_t count, const std::function<void(int64_t, int64_t)>
 void cast(DFG_CAST_PARAMETERS) { cast_cpu(cast_args(DFG_CAST_ARGUMENTS), on_torch_threads); }
 
 void measure(DFG_MEASURE_PARAMETERS) {
-  measure_cpu(measure_args(DFG_MEASURE_ARGUMENTS), on_torch_threads);
+  const MeasureArgs args = measure_args(DFG_MEASURE_ARGUMENTS);
+  for (const OptionalTensor& amax : {row_amax, column_amax}) {
+    if (amax) std::memset(amax->mutable_data_ptr(), 0, amax->nbytes());  // the kernels raise it
+  }
+  measure_cpu(args, on_torch_threads);
 }
 
 void decode(DFG_DECODE_PARAMETERS) {

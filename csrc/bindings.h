@@ -13,7 +13,7 @@ namespace dfg {
 
 // Of the operators: raised, with that of extension.py, when a schema or the meaning of an option
 // changes.
-constexpr int kAbi = 4;
+constexpr int kAbi = 5;
 
 using OptionalTensor = std::optional<at::Tensor>;
 
@@ -57,13 +57,25 @@ using OptionalTensor = std::optional<at::Tensor>;
 #define DFG_GEMM_ARGUMENTS \
   a, b, a_options, b_options, a_scales, b_scales, alpha, bias, out, accumulate, fast
 
+// gemm: 0 fprop, 1 dgrad, 2 wgrad. Scales FP32: [E], or of rows as `cast` with `ends` writes them.
+#define DFG_GEMM_GROUPS_PARAMETERS                                                                 \
+  const at::Tensor &a, const at::Tensor &b, int64_t a_options, int64_t b_options,                  \
+      const at::Tensor &a_scales, const at::Tensor &b_scales, int64_t gemm, at::IntArrayRef sizes, \
+      const at::Tensor &out, bool fast
+#define DFG_GEMM_GROUPS_ARGUMENTS \
+  a, b, a_options, b_options, a_scales, b_scales, gemm, sizes, out, fast
+
 // Checked arguments; ValueError or TypeError names the argument, what was got and what is accepted.
 CastArgs cast_args(DFG_CAST_PARAMETERS);
 MeasureArgs measure_args(DFG_MEASURE_PARAMETERS);
 DecodeArgs decode_args(DFG_DECODE_PARAMETERS);
-// Uninitialised buffers of the plane (rows, contraction) of `x`, as `cast_args` asks for them.
+// Uninitialised buffers of the plane (rows, contraction) of `x`, as `cast_args` asks for them;
+// experts: 0, or how many groups the rows of `x` are.
 std::vector<at::Tensor> empty_plane(int64_t options, int64_t rows, int64_t contraction,
-                                    const at::Tensor& x);
+                                    const at::Tensor& x, int64_t experts, bool is_column);
+// A contiguous tensor that starts `byte_offset` behind the start of `buffer`, in its storage.
+at::Tensor part_of(const at::Tensor& buffer, int64_t byte_offset, at::IntArrayRef sizes,
+                   at::ScalarType dtype);
 // One matrix of a layer as it is quantized: planes of [M, K] and of [K, M], 0 for none. Without
 // stochastic rounding; `dequantized` only beside a column that is not measured.
 struct QuantizeOptions {
@@ -73,6 +85,7 @@ struct QuantizeOptions {
   bool bias_grad = false;
   OptionalTensor row_scale, column_scale;  // of delayed scaling, with the amaxes that are raised
   OptionalTensor row_amax, column_amax;
+  OptionalTensor ends;  // int32 [E]: the matrix is E groups of rows, quantized each by itself
 };
 // Buffers of both planes, and the partial bias gradients [⌈M/128⌉, K].
 struct Quantized {
@@ -82,7 +95,10 @@ struct Quantized {
 // Allocates, measures and casts by the operators `measure` and `cast`.
 Quantized quantize(const at::Tensor& x, const QuantizeOptions& options);
 
-// GEMMs that `linear` has run, by counter: fprop, dgrad, wgrad.
+// A GEMM of every expert, by the operator `gemm`.
+void gemm_groups(DFG_GEMM_GROUPS_PARAMETERS);
+
+// GEMMs that operators of whole layers have run, by counter: fprop, dgrad, wgrad.
 int64_t new_gemm_counter();
 std::vector<std::vector<int64_t>> gemm_counts();
 void reset_gemm_counts();

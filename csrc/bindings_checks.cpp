@@ -3,6 +3,7 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <sstream>
@@ -14,7 +15,8 @@ namespace {
 
 constexpr int64_t kRowMultiple = 16;
 constexpr int64_t kBlock = 128;
-constexpr int64_t kAlignment = 16;  // bytes, of every code buffer
+constexpr int64_t kAlignment = 16;         // bytes, of every code buffer
+constexpr int64_t kBufferAlignment = 256;  // bytes, of buffers in one allocation
 
 int64_t ceil_to(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -107,6 +109,16 @@ struct Shape {
     if (is_grouped_column) return {experts, row_count};
     return {row_count};
   }
+
+  // The contraction with room for the parts of any split among the experts, and as it is stored.
+  int64_t extent(const PlaneOptions& o) const {
+    if (!is_grouped_column) return contraction;
+    const int64_t block = group_multiple(o);
+    return ceil_to(ceil_to(contraction, block) + experts * block, contraction_multiple(o));
+  }
+  int64_t stored_contraction(const PlaneOptions& o) const {
+    return ceil_to(extent(o), contraction_multiple(o));
+  }
 };
 
 void check_statistic(const char* side, const PlaneOptions& o, const Shape& shape,
@@ -140,13 +152,8 @@ Plane plane_of(const char* side, at::TensorList buffers, const PlaneOptions& o, 
   }
   const int64_t per_byte = o.codec == Codec::nvfp4 ? 2 : 1;
   const int64_t stored_rows = ceil_to(shape.rows, kRowMultiple);
-  const int64_t multiple = contraction_multiple(o);
-  int64_t contraction = shape.contraction;
-  if (shape.is_grouped_column) {
-    const int64_t block = group_multiple(o);
-    contraction = ceil_to(ceil_to(contraction, block) + shape.experts * block, multiple);
-  }
-  const int64_t stored_contraction = ceil_to(contraction, multiple);
+  const int64_t contraction = shape.extent(o);
+  const int64_t stored_contraction = shape.stored_contraction(o);
   plane.stored_rows = stored_rows;
   plane.stored_contraction = stored_contraction;
   check_tensor(side, "codes", buffers[0], at::kByte, {stored_rows, stored_contraction / per_byte},
@@ -254,21 +261,47 @@ void check_dequantized(bool dequantized, const PlaneOptions& row, const PlaneOpt
 PlaneOptions plane_options(int64_t packed) { return unpack("", packed, 0.0); }
 
 std::vector<at::Tensor> empty_plane(int64_t options, int64_t rows, int64_t contraction,
-                                    const at::Tensor& x) {
+                                    const at::Tensor& x, int64_t experts, bool is_column) {
   const PlaneOptions o = plane_options(options);
+  const Shape shape{rows, contraction, experts, experts > 0 && is_column};
   const int64_t stored_rows = ceil_to(rows, kRowMultiple);
-  const int64_t stored = ceil_to(contraction, contraction_multiple(o));
-  const auto bytes = x.options().dtype(at::kByte), floats = x.options().dtype(at::kFloat);
-  std::vector<at::Tensor> buffers;
-  buffers.push_back(at::empty({stored_rows, stored / (o.codec == Codec::nvfp4 ? 2 : 1)}, bytes));
+  const int64_t extent = shape.extent(o), stored = shape.stored_contraction(o);
+  // One allocation for what lives and is saved together: each takes longer than a small kernel.
+  struct Part {
+    std::vector<int64_t> sizes;
+    at::ScalarType dtype;
+  };
+  std::vector<Part> parts = {
+      {{stored_rows, stored / (o.codec == Codec::nvfp4 ? 2 : 1)}, at::kByte}};
   if (has_scales(o)) {
-    buffers.push_back(at::empty(scale_shape(o, rows, contraction, stored_rows, stored),
-                                o.codec == Codec::block ? floats : bytes));
+    parts.push_back({scale_shape(o, rows, extent, stored_rows, stored),
+                     o.codec == Codec::block ? at::kFloat : at::kByte});
   }
-  if (has_outer(o)) {
-    buffers.push_back(at::empty(Shape{rows, contraction}.per_row_or_one(o, stored_rows), floats));
+  if (has_outer(o)) parts.push_back({shape.per_row_or_one(o, stored_rows), at::kFloat});
+  std::vector<int64_t> starts;
+  int64_t bytes = 0;
+  for (const Part& part : parts) {
+    starts.push_back(bytes);
+    const auto size = static_cast<int64_t>(c10::elementSize(part.dtype));
+    bytes = ceil_to(bytes + c10::multiply_integers(part.sizes) * size, kBufferAlignment);
+  }
+  const at::Tensor buffer = at::empty({bytes}, x.options().dtype(at::kByte));
+  std::vector<at::Tensor> buffers;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    buffers.push_back(part_of(buffer, starts[i], parts[i].sizes, parts[i].dtype));
   }
   return buffers;
+}
+
+at::Tensor part_of(const at::Tensor& buffer, int64_t byte_offset, at::IntArrayRef sizes,
+                   at::ScalarType dtype) {
+  // Not a view of torch's: no autograd, no version shared with the rest of the buffer.
+  auto impl = c10::make_intrusive<c10::TensorImpl>(c10::Storage(buffer.storage()), buffer.key_set(),
+                                                   c10::scalarTypeToTypeMeta(dtype));
+  impl->set_storage_offset(buffer.storage_offset() +
+                           byte_offset / static_cast<int64_t>(c10::elementSize(dtype)));
+  impl->set_sizes_contiguous(sizes);
+  return at::Tensor(std::move(impl));
 }
 
 Statistic measured_statistic(int64_t options) {

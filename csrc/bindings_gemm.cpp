@@ -102,13 +102,17 @@ int64_t set_operand(const char* name, const at::Tensor& tensor, int64_t extent, 
                     " rows, as out has, on ", a.device());
   operand->data = tensor.const_data_ptr();
   if (is_narrow) {
-    TORCH_CHECK_VALUE(tensor.is_contiguous() && is_aligned(operand->data), name, " has strides ",
-                      tensor.strides(), "; accepted: contiguous and 16-byte aligned codes");
+    const bool is_row_major = (tensor.stride(1) == 1 || tensor.size(1) == 1) &&
+                              (tensor.stride(0) >= tensor.size(1) || tensor.size(0) == 1);
+    const int64_t pitch = tensor.size(0) == 1 ? tensor.size(1) : tensor.stride(0);
     TORCH_CHECK_VALUE(tensor.size(1) % kAlignment == 0, name, " has rows of ", tensor.size(1),
                       " bytes; accepted: multiples of ", kAlignment, ", as planes are stored");
-    const int64_t k = tensor.size(1) * (operand->element == GemmElement::e2m1 ? 2 : 1);
-    operand->stride = k;
-    return k;
+    TORCH_CHECK_VALUE(is_row_major && pitch % kAlignment == 0 && is_aligned(operand->data), name,
+                      " has strides ", tensor.strides(),
+                      "; accepted: 16-byte aligned rows of codes that do not overlap");
+    const int64_t per_byte = operand->element == GemmElement::e2m1 ? 2 : 1;
+    operand->stride = pitch * per_byte;
+    return tensor.size(1) * per_byte;
   }
   // A dimension of extent 1 may have any stride, also one that is too small for a layout.
   const auto strides_fit = [&tensor](int fastest, int slowest) {
@@ -202,14 +206,16 @@ void gemm(DFG_GEMM_PARAMETERS) {
   GemmArgs args = gemm_args(DFG_GEMM_ARGUMENTS);
   const c10::cuda::CUDAGuard guard(a.device());
   args.device = guard.current_device().index();
-  const auto plan = plan_gemm(args);
-  // Of the current stream, so that it may be handed out again as soon as this call is enqueued;
-  // during graph capture it comes from the graph's pool.
-  const auto bytes = static_cast<int64_t>(workspace_bytes(*plan));
-  at::Tensor workspace;
-  if (bytes > 0) workspace = at::empty({bytes}, a.options().dtype(at::kByte));
-  run_gemm(args, *plan, bytes > 0 ? workspace.mutable_data_ptr() : nullptr,
-           c10::cuda::getCurrentCUDAStream());
+  for (const bool exact : {false, true}) {
+    const auto plan = plan_gemm(args, exact);
+    // Of the current stream, so that it may be handed out again as soon as this call is enqueued;
+    // during graph capture it comes from the graph's pool.
+    const auto bytes = static_cast<int64_t>(workspace_bytes(*plan));
+    at::Tensor workspace;
+    if (bytes > 0) workspace = at::empty({bytes}, a.options().dtype(at::kByte));
+    void* const memory = bytes > 0 ? workspace.mutable_data_ptr() : nullptr;
+    if (run_gemm(args, *plan, exact, memory, c10::cuda::getCurrentCUDAStream())) return;
+  }
 }
 
 TORCH_LIBRARY_IMPL(dist_finegrain, CUDA, m) { m.impl("gemm", gemm); }

@@ -2,8 +2,9 @@
 // operators `measure` and `cast`, so that its planes are theirs.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
+
+#include <algorithm>
 
 #include "bindings.h"
 
@@ -32,24 +33,28 @@ struct Statistics {
   OptionalTensor row, column;
 };
 
-int64_t extent(Statistic statistic, int64_t rows) {
-  if (statistic == Statistic::none) return 0;
-  return statistic == Statistic::row ? rows : 1;
+at::Tensor empty_amaxes(Statistic statistic, at::IntArrayRef by_row, int64_t experts,
+                        const at::Tensor& x) {
+  const auto options = x.options().dtype(at::kFloat);
+  if (statistic == Statistic::row) return at::empty(by_row, options);
+  return at::empty({std::max<int64_t>(experts, 1)}, options);
 }
 
 Statistics measured(const at::Tensor& x, const QuantizeOptions& o) {
   const Statistic of_row = measured_statistic(o.row);
   const Statistic of_column = measured_statistic(o.column);
   const bool is_shared = of_row == Statistic::tensor && of_column == Statistic::tensor;
-  const int64_t rows = extent(of_row, x.size(0));
-  const int64_t columns = is_shared ? 0 : extent(of_column, x.size(1));
+  const int64_t experts = o.ends ? o.ends->size(0) : 0;
   Statistics result;
-  if (rows + columns == 0) return result;
-  const at::Tensor amaxes = at::zeros({rows + columns}, x.options().dtype(at::kFloat));
-  if (rows) result.row = amaxes.narrow(0, 0, rows);
-  if (columns) result.column = amaxes.narrow(0, rows, columns);
+  if (of_row != Statistic::none) result.row = empty_amaxes(of_row, {x.size(0)}, experts, x);
+  if (of_column != Statistic::none && !is_shared) {
+    const int64_t columns[] = {experts, x.size(1)};
+    const at::IntArrayRef by_row(columns + (experts == 0), columns + 2);
+    result.column = empty_amaxes(of_column, by_row, experts, x);
+  }
+  if (!result.row && !result.column) return result;
   measure(x, result.row, result.column, o.row, o.row_epsilon, o.column, false, std::nullopt,
-          std::nullopt);
+          o.ends);
   if (is_shared) result.column = result.row;
   return result;
 }
@@ -64,8 +69,9 @@ Quantized quantize(const at::Tensor& x, const QuantizeOptions& o) {
                     "accepted: a column format without one, else measure and cast one by one");
   const Statistics statistics = measured(x, o);
   Quantized result;
-  if (o.row) result.row = empty_plane(o.row, x.size(0), x.size(1), x);
-  if (o.column) result.column = empty_plane(o.column, x.size(1), x.size(0), x);
+  const int64_t experts = o.ends ? o.ends->size(0) : 0;
+  if (o.row) result.row = empty_plane(o.row, x.size(0), x.size(1), x, experts, false);
+  if (o.column) result.column = empty_plane(o.column, x.size(1), x.size(0), x, experts, true);
   if (o.bias_grad) {
     const int64_t blocks = (x.size(0) + kBiasRows - 1) / kBiasRows;
     result.bias_partials = at::empty({blocks, x.size(1)}, x.options().dtype(at::kFloat));
@@ -73,7 +79,7 @@ Quantized quantize(const at::Tensor& x, const QuantizeOptions& o) {
   cast(x, result.row, result.column, o.row, o.row_epsilon, o.column, o.column_epsilon,
        o.dequantized, o.row_scale ? o.row_scale : statistics.row,
        o.column_scale ? o.column_scale : statistics.column, o.row_amax, o.column_amax, {},
-       std::nullopt, result.bias_partials, std::nullopt, std::nullopt);
+       std::nullopt, result.bias_partials, o.ends, std::nullopt);
   return result;
 }
 

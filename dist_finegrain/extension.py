@@ -20,8 +20,8 @@ import torch
 _RECORD = Path(__file__).with_name("_build.json")  # written by setup.py
 _REBUILD = "build it with: pip install --no-build-isolation -e ."
 _OLDEST_SM = 90
-_ABI = 4  # that of csrc/bindings.h
-_OPERATORS = ("cast", "measure", "decode", "update_delayed", "gemm")
+_ABI = 5  # that of csrc/bindings.h
+_OPERATORS = ("cast", "measure", "decode", "update_delayed", "gemm", "gemm_groups")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,16 +132,21 @@ def _load(record: Path = _RECORD) -> BuildInfo:
     for name in _OPERATORS:
         torch.library.register_fake(f"dist_finegrain::{name}", _writes_its_arguments)
     torch.library.register_fake("dist_finegrain::linear", _of_linear)
+    torch.library.register_fake("dist_finegrain::grouped_linear", _of_grouped_linear)
     reasons = (built["cpu"], built["cuda"], gemm_reason)
     return BuildInfo(variant, tuple(built["archs"]), built["torch"], *reasons)
 
 
 def _writes_its_arguments(*args, **kwargs) -> None:
-    """Fake kernel of every operator but ``linear``: they allocate and return nothing."""
+    """Fake kernel of every operator but whole layers: they allocate and return nothing."""
 
 
 def _of_linear(x, weight, *args, **kwargs) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _of_grouped_linear(x, weights, *args, **kwargs) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weights[0].shape[0])
 
 
 _info = _load()

@@ -228,14 +228,16 @@ def _grouped_row(
         if kernel is None:
             name, reasons = f"{name}, expert by expert", [f"experts one by one: {why_single}"]
             reasons.append(single.reason)
-        is_loop = kernel is None or kernel.needs_sizes
+        is_loop = kernel is None or kernel.is_loop
         bucket = "emulated" if chosen.execution == "emulated" else "fast"
         if bucket == "fast" and (is_loop or why_unfused):
             bucket = "unoptimized"
             if why_unfused and kernel is not None:
                 reasons.append(f"casts are plain torch, not one fused kernel ({why_unfused})")
         try:
-            choose(False)
+            other, _ = choose(False)
+            if other.name != name and site.device != "cpu":
+                reasons.append(f"with m_splits on the device: {other.name}")
         except PairRefused:
             if site.device != "cpu":  # a CPU tensor is read on the host
                 reasons.append("m_splits must be a list")

@@ -19,6 +19,7 @@ namespace {
 constexpr size_t kMaxWorkspace = size_t{32} << 20;  // what cuBLAS recommends for Hopper
 constexpr size_t kMaxPlans = 8192;                  // beyond it the cache starts anew
 constexpr int64_t kMaxAlignment = 256;              // cuBLASLt tells no larger ones apart
+constexpr int64_t kTile = 16;
 
 const char* name_of(GemmElement element) {
   constexpr const char* kNames[] = {"FP32", "FP16", "BF16", "E4M3", "E5M2", "E2M1"};
@@ -188,6 +189,36 @@ int64_t alignment(const void* pointer) {
   return address == 0 ? kMaxAlignment : std::min(address & -address, kMaxAlignment);
 }
 
+int64_t ceil_to(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+// Eight to sixteen sizes for each power of two, itself included.
+int64_t coarse(int64_t size) {
+  int64_t step = kTile;
+  while (16 * step < size) step *= 2;
+  return ceil_to(size, step);
+}
+
+bool has_free_rows(const GemmOperand& o) {
+  return o.mode == ScaleMode::scalar || o.mode == ScaleMode::row;
+}
+
+// The problem that an algorithm is asked for: to ask takes 2 ms, and the rows of an expert are
+// others in every step. So similar sizes share one, where it is good for any.
+GemmArgs asked_for(const GemmArgs& args, bool exact) {
+  GemmArgs problem = args;
+  if (exact || !has_free_rows(args.a) || !has_free_rows(args.b)) return problem;
+  problem.m = coarse(args.m);
+  problem.k = coarse(args.k);
+  for (GemmOperand* o : {&problem.a, &problem.b}) {
+    // Of the stride only its alignment counts.
+    const int64_t alignment = std::min(o->stride & -o->stride, kMaxAlignment);
+    o->stride = ceil_to(problem.k, kMaxAlignment) + alignment % kMaxAlignment;
+  }
+  return problem;
+}
+
 // Everything that the choice of an algorithm depends on.
 using Key = std::array<int64_t, 13>;
 
@@ -213,7 +244,7 @@ Key key_of(const GemmArgs& p) {
           alignment(p.b.data),
           alignment(p.out),
           alignment(p.bias),
-          std::min(alignment(p.a.scales), alignment(p.b.scales))};
+          std::min({alignment(p.a.scales), alignment(p.b.scales), kTile})};
 }
 
 struct HashOfKey {
@@ -229,29 +260,52 @@ struct HashOfKey {
 
 }  // namespace
 
-// Layouts are only read by the calls that use them, so one set serves every thread.
 struct GemmPlan {
-  cublasLtMatrixLayout_t a = nullptr, b = nullptr, out = nullptr;
   cublasLtMatmulHeuristicResult_t chosen = {};
-
-  GemmPlan() = default;
-  GemmPlan(const GemmPlan&) = delete;
-  GemmPlan& operator=(const GemmPlan&) = delete;
-  ~GemmPlan() {
-    for (cublasLtMatrixLayout_t layout : {a, b, out}) {
-      if (layout) cublaslt().layout_destroy(layout);
-    }
-  }
 };
 
 namespace {
 
-void set_layout(cublasLtMatrixLayout_t* layout, const GemmOperand& o, int64_t rows,
-                const GemmArgs& args) {
-  const int64_t fastest = o.transposed ? rows : args.k, slowest = o.transposed ? args.k : rows;
-  check(cublaslt().layout_create(layout, data_type(o.element), fastest, slowest, o.stride),
-        "MatrixLayoutCreate", args);
-}
+// Of the problem's matrices; destroyed with the scope.
+class Layouts {
+ public:
+  explicit Layouts(const GemmArgs& args) : args_(args) {
+    try {
+      create(&a_, args.a, args.m);
+      create(&b_, args.b, args.n);
+      create(&out_, args.out_element, args.n, args.m, args.out_stride);
+    } catch (...) {
+      destroy();
+      throw;
+    }
+  }
+  ~Layouts() { destroy(); }
+  Layouts(const Layouts&) = delete;
+  Layouts& operator=(const Layouts&) = delete;
+
+  cublasLtMatrixLayout_t a() const { return a_; }
+  cublasLtMatrixLayout_t b() const { return b_; }
+  cublasLtMatrixLayout_t out() const { return out_; }
+
+ private:
+  void create(cublasLtMatrixLayout_t* layout, const GemmOperand& o, int64_t rows) {
+    const int64_t fastest = o.transposed ? rows : args_.k, slowest = o.transposed ? args_.k : rows;
+    create(layout, o.element, fastest, slowest, o.stride);
+  }
+  void create(cublasLtMatrixLayout_t* layout, GemmElement element, int64_t fastest, int64_t slowest,
+              int64_t stride) {
+    check(cublaslt().layout_create(layout, data_type(element), fastest, slowest, stride),
+          "MatrixLayoutCreate", args_);
+  }
+  void destroy() {
+    for (cublasLtMatrixLayout_t layout : {a_, b_, out_}) {
+      if (layout) cublaslt().layout_destroy(layout);
+    }
+  }
+
+  const GemmArgs& args_;
+  cublasLtMatrixLayout_t a_ = nullptr, b_ = nullptr, out_ = nullptr;
+};
 
 class Preference {
  public:
@@ -277,10 +331,7 @@ class Preference {
 std::shared_ptr<const GemmPlan> choose(const GemmArgs& args, cublasLtHandle_t handle) {
   const CublasLt& lt = cublaslt();
   auto plan = std::make_shared<GemmPlan>();
-  set_layout(&plan->a, args.a, args.m, args);
-  set_layout(&plan->b, args.b, args.n, args);
-  check(lt.layout_create(&plan->out, data_type(args.out_element), args.n, args.m, args.out_stride),
-        "MatrixLayoutCreate", args);
+  const Layouts layouts(args);
   const MatmulDesc desc(args);
   Preference preference(args);
   preference.set<uint64_t>(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kMaxWorkspace);
@@ -290,8 +341,8 @@ std::shared_ptr<const GemmPlan> choose(const GemmArgs& args, cublasLtHandle_t ha
   preference.set<uint32_t>(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(args.out));
   int found = 0;
   const cublasStatus_t status =
-      lt.get_heuristic(handle, desc.get(), plan->b, plan->a, plan->out, plan->out, preference.get(),
-                       1, &plan->chosen, &found);
+      lt.get_heuristic(handle, desc.get(), layouts.b(), layouts.a(), layouts.out(), layouts.out(),
+                       preference.get(), 1, &plan->chosen, &found);
   check(status == CUBLAS_STATUS_SUCCESS && found == 0 ? CUBLAS_STATUS_NOT_SUPPORTED : status,
         "MatmulAlgoGetHeuristic", args);
   check(plan->chosen.state, "MatmulAlgoGetHeuristic", args);
@@ -300,7 +351,8 @@ std::shared_ptr<const GemmPlan> choose(const GemmArgs& args, cublasLtHandle_t ha
 
 }  // namespace
 
-std::shared_ptr<const GemmPlan> plan_gemm(const GemmArgs& args) {
+std::shared_ptr<const GemmPlan> plan_gemm(const GemmArgs& real, bool exact) {
+  const GemmArgs args = asked_for(real, exact);
   static std::mutex mutex;
   // Never destroyed: at exit the library may have gone first.
   static auto& plans = *new std::unordered_map<Key, std::shared_ptr<const GemmPlan>, HashOfKey>;
@@ -319,18 +371,24 @@ std::shared_ptr<const GemmPlan> plan_gemm(const GemmArgs& args) {
 
 size_t workspace_bytes(const GemmPlan& plan) { return plan.chosen.workspaceSize; }
 
-void run_gemm(const GemmArgs& args, const GemmPlan& plan, void* workspace, cudaStream_t stream) {
+bool run_gemm(const GemmArgs& args, const GemmPlan& plan, bool exact, void* workspace,
+              cudaStream_t stream) {
   const DeviceState state = device_state(args);
   const MatmulDesc desc(args);
+  const Layouts layouts(args);
   const float zero = 0.0f, one = 1.0f;
   const void* alpha = args.alpha ? args.alpha : &one;
   const void* beta = args.accumulate ? &one : &zero;
   if (args.alpha) beta = state.constants + (args.accumulate ? 1 : 0);
   const cublasStatus_t status =
-      cublaslt().matmul(state.handle, desc.get(), alpha, args.b.data, plan.b, args.a.data, plan.a,
-                        beta, args.out, plan.out, args.out, plan.out, &plan.chosen.algo, workspace,
-                        plan.chosen.workspaceSize, stream);
+      cublaslt().matmul(state.handle, desc.get(), alpha, args.b.data, layouts.b(), args.a.data,
+                        layouts.a(), beta, args.out, layouts.out(), args.out, layouts.out(),
+                        &plan.chosen.algo, workspace, plan.chosen.workspaceSize, stream);
+  const bool refuses_size =
+      status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE;
+  if (refuses_size && !exact) return false;
   check(status, "cublasLtMatmul", args);
+  return true;
 }
 
 }  // namespace dfg

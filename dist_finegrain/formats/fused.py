@@ -209,11 +209,12 @@ def measure_planes(
 
 
 def _amax(format, x, rows: int, experts_of_rows: int, experts: int) -> torch.Tensor:
-    """Zeros to be raised: [1] or [R]; of experts [E], [M] for rows, [E, K] for columns."""
+    """What ``measure`` sets, zeros without elements: [1] or [R]; of experts [E], [M], [E, K]."""
     shape: tuple[int, ...] = (max(experts, 1),)
     if format.statistic == "row":
         shape = (experts_of_rows, rows) if experts_of_rows else (rows,)
-    return torch.zeros(shape, dtype=torch.float32, device=x.device)
+    make = torch.empty if x.numel() else torch.zeros
+    return make(shape, dtype=torch.float32, device=x.device)
 
 
 def decode(plane: Plane, dtype: torch.dtype, *, outer: bool = True) -> torch.Tensor:

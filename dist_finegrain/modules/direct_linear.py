@@ -22,8 +22,8 @@ from ..roles import LINEAR_GEMMS
 from .binding import Binding
 
 TILE = 16  # rows and columns that are stored without padding are multiples of it
-_DTYPES = (torch.bfloat16, torch.float16)
-_SLOTS = ("input", "weight", "grad_output")
+DTYPES = (torch.bfloat16, torch.float16)
+SLOTS = ("input", "weight", "grad_output")
 _TWO_BUFFERS = ("float8", "float8_block")  # codes and one buffer of FP32 scales
 
 
@@ -63,30 +63,19 @@ class DirectLinear:
             operands[gemm.gemm] = a, b
             fast.append(int(binding.is_fast(gemm.gemm) and kernel.has_fast))
         plan, epsilons, delayed = [], [], []
-        for slot in _SLOTS:
-            quantizer = binding.quantizers.get(slot)
-            if quantizer is None:  # backward has not been asked for yet
-                plan, epsilons, delayed = plan + [0] * 3, epsilons + [0.0] * 2, delayed + [None] * 2
-                continue
-            formats = [quantizer.plane_format(direction) for direction in DIRECTIONS]
-            if any(f.family != "identity" and f.codec is None for f in formats):
-                return None  # the user's own, even if no GEMM of this binding reads that plane
-            is_dequantized = quantizer.columnwise_source != "original"
-            if is_dequantized and not _is_made_of_rows(*formats):
+        for slot in SLOTS:
+            packed = pack_slot(binding.quantizers.get(slot))
+            if packed is None:
                 return None
-            options = [options_of(format) for format in formats]
-            plan += [options[0].packed, options[1].packed, int(is_dequantized)]
-            epsilons += [options[0].epsilon, options[1].epsilon]
-            for direction, format in zip(DIRECTIONS, formats, strict=True):
-                is_delayed = format.statistic == "scale"
-                delayed.append(quantizer.child(direction) if is_delayed else None)
+            plan, epsilons = plan + packed.words, epsilons + packed.epsilons
+            delayed += packed.delayed
         plan += fast + [0] * (len(LINEAR_GEMMS) - len(fast)) + [gemm_counter(operands)]
         return cls(plan, epsilons, tuple(delayed) if any(delayed) else ())
 
     @staticmethod
     def takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype) -> bool:
         """Whether these are plain contiguous 16-bit matrices [M, K], [N, K] of whole tiles."""
-        if x.dtype != dtype or weight.dtype != dtype or dtype not in _DTYPES:
+        if x.dtype != dtype or weight.dtype != dtype or dtype not in DTYPES:
             return False
         if bias is not None and not (
             bias.dtype == dtype and bias.is_contiguous() and lt.is_aligned(bias)
@@ -113,6 +102,40 @@ class DirectLinear:
             x, weight, bias, self.plan, self.epsilons, state, with_grad and x.requires_grad,
             with_grad and weight.requires_grad, training,
         )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedSlot:
+    """One slot as operators of whole layers are told of it.
+
+    words: options of row and column, whether the column is made of the row's values; delayed: the
+    quantizers of row and column whose scale is given, None without.
+    """
+
+    words: list[int]
+    epsilons: list[float]
+    delayed: list[Quantizer | None]
+
+
+def pack_slot(quantizer: Quantizer | None) -> PackedSlot | None:
+    """None for what no operator offers; zeros for a slot that was not asked for yet."""
+    if quantizer is None:
+        return PackedSlot([0] * 3, [0.0] * 2, [None] * 2)
+    formats = [quantizer.plane_format(direction) for direction in DIRECTIONS]
+    if any(f.family != "identity" and f.codec is None for f in formats):
+        return None  # the user's own, even if no GEMM reads that plane
+    is_dequantized = quantizer.columnwise_source != "original"
+    if is_dequantized and not _is_made_of_rows(*formats):
+        return None
+    row, column = (options_of(format) for format in formats)
+    return PackedSlot(
+        [row.packed, column.packed, int(is_dequantized)],
+        [row.epsilon, column.epsilon],
+        [
+            quantizer.child(direction) if format.statistic == "scale" else None
+            for direction, format in zip(DIRECTIONS, formats, strict=True)
+        ],
+    )
 
 
 def _is_offered(a: Format, b: Format, device: torch.device) -> bool:

@@ -21,6 +21,7 @@ from ..ops.grouped import GroupedKernel, select_grouped
 from ..resolution import Site
 from ..roles import LINEAR_GEMMS, GemmOperands
 from .binding import HIGH_PRECISION, Binding
+from .direct_grouped import DirectGrouped
 
 _KEPT_WAYS = 8
 Quantizers = Mapping[str, Sequence[Quantizer]]  # tensor type → one per expert
@@ -150,12 +151,14 @@ def grouped_kernels(
 class Ways:
     """How the GEMMs of a binding run: kernels by GEMM, as ``grouped_kernels`` gives them.
 
-    together: tensor types that are cast for all experts at once.
+    together: tensor types that are cast for all experts at once. direct: the short way, where
+    there is one.
     """
 
     binding: Binding
     kernels: dict[str, GroupedKernel | None]
     together: frozenset[str]
+    direct: DirectGrouped | None = None
 
 
 class KeptWays:
@@ -181,9 +184,10 @@ class KeptWays:
             execution = binding.recipe.resolved_execution if binding.recipe else "native"
             kernels = grouped_kernels(binding, site, execution, experts, dtype, sizes_known, device)
             reason = why_unfused(device)
-            kinds = quantizers_of(binding, experts).items()
-            together = frozenset(k for k, q in kinds if not why_not_together(k, q, reason))
-            found = self._ways[key] = Ways(binding, kernels, together)
+            kinds = quantizers_of(binding, experts)
+            together = frozenset(k for k, q in kinds.items() if not why_not_together(k, q, reason))
+            direct = DirectGrouped.of(binding, kinds, kernels, together, device)
+            found = self._ways[key] = Ways(binding, kernels, together, direct)
             if len(self._ways) > _KEPT_WAYS:
                 self._ways.popitem(last=False)
         return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -283,7 +282,8 @@ class GroupedLinear(QuantizedModule):
         None keeps nothing. Kept weights last until the step ends.
         """
         compute_dtype = self._check_input(inp)
-        x = inp.reshape(-1, inp.shape[-1])
+        # A view costs a node of the graph, and small layers wait for the host.
+        x = inp if inp.dim() == 2 else inp.reshape(-1, inp.shape[-1])
         sizes = self._checked_sizes(m_splits, x)
         binding = self.bind(x.device, compute_dtype)
         if binding is HIGH_PRECISION:
@@ -294,13 +294,20 @@ class GroupedLinear(QuantizedModule):
         )
         grad_enabled = torch.is_grad_enabled()
         weights, biases = self.weights, self.biases
+        added = [] if self.return_bias else biases
+        ends = _ends(m_splits if sizes is None else sizes, x.device, x.shape[0])
+        is_direct = ways.direct and is_first_microbatch is None and self._is_simple(added)
+        if is_direct and ways.direct.takes(x, weights, compute_dtype):
+            y = ways.direct(x, weights, sizes, ends, grad_enabled and self.training)
+            y = y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.local_out_features)
+            return (y, biases) if self.return_bias else y
         call = GroupedCall(
             binding=binding,
             kernels=ways.kernels,
             together=ways.together,
             experts=self.num_gemms,
             sizes=sizes,
-            ends=_ends(m_splits if sizes is None else sizes, x.device, math.prod(x.shape[:-1])),
+            ends=ends,
             compute_dtype=compute_dtype,
             parallel_mode=self.parallel_mode,
             group=self.tp_group,
@@ -313,10 +320,14 @@ class GroupedLinear(QuantizedModule):
             wgrad_store=self._wgrad_store if self.delay_wgrad_compute else None,
             cache=self._cache_for(is_first_microbatch, binding, compute_dtype),
         )
-        added = [] if self.return_bias else biases
         y = GroupedLinearFunction.apply(x, call, *weights, *added)
         y = y.view(*inp.shape[:-1], self.local_out_features)
         return (y, biases) if self.return_bias else y
+
+    def _is_simple(self, biases: Sequence[torch.Tensor]) -> bool:
+        """Whether DirectGrouped does all that this module was built for, with these biases."""
+        keeps = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.save_original_input
+        return self.tp_size == 1 and not biases and not keeps
 
     def _stored_weights(self, binding: Binding, dtype: torch.dtype) -> WeightCache:
         """The planes of weights that are stored quantized."""

@@ -149,8 +149,8 @@ class GroupedCall:
     # GEMMs.
     def _is_loop(self, name: str) -> bool:
         """Whether this GEMM runs expert by expert."""
-        kernel, is_on_cpu = self.kernels[name], self.ends.device.type == "cpu"
-        return kernel is None or (self.sizes is not None and (kernel.needs_sizes or is_on_cpu))
+        kernel = self.kernels[name]
+        return kernel is None or (self.sizes is not None and kernel.is_loop)
 
     def run(
         self,

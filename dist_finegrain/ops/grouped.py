@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..extension import build_info
 from ..formats.plane import Format, Plane
 from . import grouped_kernels as kernels
 from .experts import Experts, column_widths
@@ -35,12 +36,13 @@ _GROUPED_DEVICES = ("sm_90", "sm_100")
 class GroupedKernel(Kernel):
     """One way to run a GEMM of all experts.
 
-    reason: why not the native grouped kernel, or what that one costs. needs_sizes: on CUDA the
-    experts' token counts must be known on the host (``sizes`` of ``grouped_gemm``). rounds_to_bf16:
-    the products are rounded to BF16 whatever dtype is asked for.
+    reason: why not a native kernel of all experts, or what that one costs. needs_sizes: on CUDA the
+    experts' token counts must be known on the host (``sizes`` of ``grouped_gemm``). is_loop: of
+    single GEMMs. rounds_to_bf16: the products are rounded to BF16 whatever dtype is asked for.
     """
 
     needs_sizes: bool = False
+    is_loop: bool = False
     rounds_to_bf16: bool = False
 
 
@@ -205,6 +207,11 @@ def select_grouped(
         return _identity_kernel(single, a.dtype or dtype, device, sizes_known)
     if "user" in (a.family, b.family):
         return _emulated_kernel(single, single.reason, a, b, device, sizes_known)
+    kinds = {scale_kind(a), scale_kind(b)}
+    if single.execution == "native" and sizes_known and kinds <= set(_ROW_SCALED):
+        if not build_info().gemm_reason:
+            name = f"{single.name} for each expert"
+            return GroupedKernel(name, "native", kernels.cublaslt, has_fast=True, needs_sizes=True)
     reason = _why_not_native(a, b, device, k, n)
     if not reason and execution != "reference":
         note = "rounded to BF16 before it is added to main_grad" if gemm == "wgrad" else ""
@@ -268,6 +275,7 @@ def _expert_by_expert(single: Kernel, reason: str, *, needs_sizes: bool = False)
         reason=reason,
         has_fast=single.has_fast,
         needs_sizes=needs_sizes,
+        is_loop=True,
     )
 
 

@@ -1,4 +1,4 @@
-"""How the experts' GEMMs run: torch's grouped kernels, emulation through them, or a loop.
+"""How the experts' GEMMs run: cuBLASLt or a loop for each, torch's grouped kernels, emulation.
 
 Legend: E experts, M tokens, N out_features, K in_features; Mp, Rp, Ctot as stored (numerics.md,
 "Plane storage"). torch's grouped kernels return BF16 and want, for their TMA loads, rows at
@@ -17,9 +17,12 @@ from torch.nn.functional import ScalingType, grouped_mm, scaled_grouped_mm
 from ..formats.plane import Plane, saturating_to
 from .experts import Experts, column_widths, part, sliceable
 from .gemm import Kernel, _counts, gemm
+from .lt import group_options
 from .matmul import _decoded
 
+_ops = torch.ops.dist_finegrain
 _E4M3 = torch.float8_e4m3fn
+_STACKED_ROWS, _STACKED_COLUMNS, _RAGGED = range(3)  # fprop, dgrad, wgrad of bindings_groups.cpp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +67,29 @@ def one_by_one(single: Kernel, p: Product) -> torch.Tensor:
         results.append(gemm(single, p.name, left, right, p.out_dtype, fast=p.fast))
         start += length
     return torch.stack(results) if p.is_wgrad else torch.cat(results)
+
+
+def cublaslt(p: Product) -> torch.Tensor:
+    """FP8 with scalar or row scales, by one compiled call; a tensor's are repeated beside rows'."""
+    _count(p)
+    left, right, layout = p.a.codes, p.b_plane.codes, _RAGGED
+    shape: tuple[int, ...] = (p.a.shape[0], p.b.shape[0])
+    if p.is_wgrad:
+        shape = (len(p.sizes), *shape)
+    else:
+        layout = _STACKED_COLUMNS if p.b.axis else _STACKED_ROWS
+    is_row = "row" in (p.a.format.statistic, p.b_plane.format.statistic)
+    if not is_row:
+        scales = p.a.outer, p.b.outer if p.is_wgrad else p.b.outer()
+    elif p.is_wgrad:
+        scales = _scales_of_rows(p.a), _scales_of_rows(p.b)
+    else:
+        rows = right.shape[0] if p.b.axis else shape[1]
+        scales = _scales_of_tokens(p), _scales_of_experts(p.b, rows)
+    out = torch.empty(shape, dtype=p.out_dtype, device=left.device)
+    options = [group_options(plane.format, is_row) for plane in (p.a, p.b_plane)]
+    _ops.gemm_groups.default(left, right, *options, *scales, layout, p.sizes, out, p.fast)
+    return out
 
 
 def native(p: Product) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..extension import build_info
-from ..formats.plane import Plane
+from ..formats.plane import Format, Plane
 from ..formats.swizzle import swizzle_128x4
 
 _ops = torch.ops.dist_finegrain
@@ -151,6 +151,11 @@ def rowwise(
     """FP32 decode scales [Rp] and [Sp]; a per-tensor operand repeats its scale."""
     left, right = (_operand(p, _ROW, per_row(p)) for p in (a, b))
     return _planes(a, b, left, right, out_dtype, bias, out, accumulate, fast=fast)
+
+
+def group_options(format: Format, is_row: bool) -> int:
+    """What ``gemm_groups`` is told of FP8 operands: one scale per expert, or one per row."""
+    return _ELEMENT[format.element] | (_ROW if is_row else _SCALAR) << 4
 
 
 def per_row(plane: Plane) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from dist_finegrain.modules.direct_linear import DirectLinear
 from dist_finegrain.ops import lt
 from dist_finegrain.ops.gemm import gemm_counter, gemm_counts, reset_gemm_counts
 from tests import recipes
-from tests.ops.test_lt import StandIn
+from tests.ops.test_lt import stand_in_on_cpu
 
 M, K, N = 48, 160, 288
 
@@ -89,22 +88,8 @@ def device(request, monkeypatch):
 
 @pytest.fixture
 def gemm_on_cpu():
-    """The operator ``gemm`` in plain torch, for CPU tensors, which it otherwise refuses.
-
-    Yields a list of what each call was told about fast accumulation.
-    """
-    library, stand_in = torch.library.Library("dist_finegrain", "IMPL"), StandIn()
-    fast = []
-
-    def multiply(*arguments):
-        fast.append(arguments[-1])
-        stand_in.multiply(*arguments)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that a kernel is replaced
-        library.impl("gemm", multiply, "CPU", allow_override=True)
-    yield fast
-    library._destroy()
+    with stand_in_on_cpu() as fast:
+        yield fast
 
 
 @pytest.fixture
@@ -421,7 +406,7 @@ def test_the_operator_refuses_by_name(device):
     for error, match, arguments in (
         (ValueError, r"shapes \[3, 32\] and \[48, 32\]; accepted: \[M, K\]", {"x": x[:3]}),
         (TypeError, "x is Float and weight", {"x": x.float()}),
-        (ValueError, "plan, epsilons and delayed have 12, 6 and 0", {"plan": plan[1:]}),
+        (ValueError, "plan and epsilons have 12 and 6 entries", {"plan": plan[1:]}),
         (ValueError, "counter -1; accepted: one of gemm_counter", {"plan": plan[:-1] + [-1]}),
         (ValueError, "a plane has options 3; accepted: FP8", {"plan": [3, 0, 0, 3] + plan[4:]}),
     ):

@@ -96,6 +96,18 @@ def test_scaled_mm_agrees(pair, m):
         assert (ours - theirs).norm() <= (1e-6 if dtype == torch.float32 else 4e-3) * theirs.norm()
 
 
+@pytest.mark.parametrize("k", [272, 1040, 4112])
+@pytest.mark.parametrize("pair", ["tensor", "row"])
+def test_sizes_that_share_an_algorithm(pair, k):
+    """It was asked for with the largest of them; others run it, from the first on."""
+    for rows in (257, 300, 517, 1000, 1001, 2049, 3000, 4100):
+        operands = planes(pair, rows, N, k, "cuda")
+        kernel = kernel_of(operands, k=k)
+        for fast, limit in ((False, EXACT_ACCUMULATION), (True, FAST_ACCUMULATION)):
+            got = gemm(kernel, "fprop", *operands, torch.float32, fast=fast)
+            assert relative_error(got, operands, None) <= limit, (rows, fast)
+
+
 def poison(plane):
     """0x7F (NaN) and NaN wherever only padded rows are."""
     rows = plane.shape[0]

@@ -1,0 +1,232 @@
+// torch.ops.dist_finegrain.grouped_linear: the linear layers of E experts and their gradients, as
+// bindings_linear.cpp does one of them: three casts of all experts, three GEMMs of each.
+//
+// Legend: X [M, K], dY [M, N] with the rows of each expert behind each other, E weights [N, K];
+// K and N are multiples of 16. FP8 with one scale per matrix or row in every plane.
+#include <ATen/ops/_foreach_maximum.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "bindings_layer.h"
+
+namespace dfg {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// One slot's state of delayed scaling, of every expert: scales read as one vector, amaxes raised in
+// one and handed on from there.
+class DelayedSlotState {
+ public:
+  // entries: of row and of column the scales and the amaxes of each expert, None without.
+  DelayedSlotState(const DelayedState& entries, size_t slot, size_t experts, bool record,
+                   QuantizeOptions* options) {
+    if (entries.empty()) return;
+    TORCH_CHECK_VALUE(entries.size() == 4 * experts * kSlots, "delayed has ", entries.size(),
+                      " entries; accepted: 0 or ", 4 * experts * kSlots,
+                      ", as dist_finegrain.modules.direct_grouped packs");
+    const auto side = [&](size_t place) {
+      std::vector<Tensor> found;
+      const size_t first = (4 * slot + place) * experts;
+      for (size_t e = 0; e < experts; ++e) {
+        const OptionalTensor entry = entries.get(first + e);
+        if (entry) found.push_back(*entry);
+      }
+      return found;
+    };
+    const auto row = side(0), column = side(2);
+    const bool is_shared = !row.empty() && !column.empty() && row.front().is_same(column.front());
+    const auto fill = [&](const std::vector<Tensor>& scales, size_t amaxes, OptionalTensor* scale,
+                          OptionalTensor* amax) {
+      if (scales.empty()) return;
+      *scale = at::cat(scales);
+      if (!record) return;
+      // It stays where an expert has no tokens: it did not run.
+      *amax = at::full({static_cast<int64_t>(experts)}, -1.0, (*scale)->options());
+      found_.emplace_back(side(amaxes), **amax);
+    };
+    fill(row, 1, &options->row_scale, &options->row_amax);
+    if (is_shared) {
+      options->column_scale = options->row_scale;
+      options->column_amax = options->row_amax;
+    } else {
+      fill(column, 3, &options->column_scale, &options->column_amax);
+    }
+  }
+
+  // After the cast.
+  void hand_on() const {
+    for (const auto& [pendings, amax] : found_) {
+      at::_foreach_maximum_(pendings, amax.split(1));
+    }
+  }
+
+ private:
+  std::vector<std::pair<std::vector<Tensor>, Tensor>> found_;
+};
+
+Operands cast_groups(const Tensor& x, const Tensor& ends, const LayerPlan& plan, Slot slot,
+                     const DelayedState& delayed, bool record, bool rowwise, bool columnwise) {
+  QuantizeOptions options = plan.slots[slot];
+  TORCH_CHECK_VALUE((options.row || !rowwise) && (options.column || !columnwise),
+                    "plan has a plane of Identity; accepted: FP8 in every plane");
+  options.ends = ends;
+  // Only what a plane is made for is recorded.
+  const bool is_read = rowwise || columnwise;
+  if (!is_read) return {};
+  const auto experts = static_cast<size_t>(ends.size(0));
+  const DelayedSlotState state(delayed, slot, experts, record, &options);
+  const Operands made = operands_of(x, options, rowwise, columnwise, false);
+  state.hand_on();
+  return made;
+}
+
+void multiply(const LayerPlan& plan, Gemm gemm, const Operand& a, const Operand& b,
+              at::IntArrayRef sizes, const Tensor& out) {
+  count(plan, gemm, static_cast<int64_t>(sizes.size()));
+  gemm_groups(a.matrix, b.matrix, gemm_options(a.options), gemm_options(b.options), a.scales,
+              b.scales, gemm, sizes, out, plan.fast[gemm]);
+}
+
+// [E·N, K]: a view where they follow each other in one storage, else a copy.
+Tensor in_one(at::TensorList weights) {
+  const Tensor& first = weights[0];
+  const int64_t size = first.numel();
+  bool is_joined = true;
+  for (size_t e = 0; e < weights.size(); ++e) {
+    is_joined =
+        is_joined && weights[e].is_contiguous() && weights[e].is_alias_of(first) &&
+        weights[e].storage_offset() == first.storage_offset() + static_cast<int64_t>(e) * size;
+  }
+  if (!is_joined) return at::cat(weights);
+  const auto rows = static_cast<int64_t>(weights.size()) * first.size(0);
+  return first.as_strided({rows, first.size(1)}, {first.size(1), 1});
+}
+
+void check_matrices(const Tensor& x, at::TensorList weights, at::IntArrayRef sizes,
+                    const Tensor& ends, const Tensor& weight_ends) {
+  const auto experts = static_cast<int64_t>(weights.size());
+  TORCH_CHECK_VALUE(experts > 0 && static_cast<int64_t>(sizes.size()) == experts &&
+                        ends.numel() == experts && weight_ends.numel() == experts,
+                    "there are ", experts, " weights, ", sizes.size(), " sizes, ", ends.numel(),
+                    " ends and ", weight_ends.numel(), " weight_ends; accepted: E of each");
+  const auto dtype = x.scalar_type();
+  for (const Tensor& weight : weights) {
+    TORCH_CHECK_VALUE(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1) &&
+                          x.numel() > 0 && x.is_contiguous() && x.size(1) % kTile == 0 &&
+                          weight.size(0) % kTile == 0 && weight.sizes() == weights[0].sizes(),
+                      "x and a weight have shapes ", x.sizes(), " and ", weight.sizes(),
+                      "; accepted: contiguous [M, K], and [N, K] of every expert, with K and N "
+                      "multiples of ",
+                      kTile);
+    TORCH_CHECK_TYPE(
+        (dtype == at::kHalf || dtype == at::kBFloat16) && weight.scalar_type() == dtype, "x is ",
+        dtype, " and a weight ", weight.scalar_type(),
+        "; accepted: torch.float16 or torch.bfloat16 for both");
+  }
+}
+
+#define DFG_GROUPED_PARAMETERS                                                                  \
+  const Tensor &x, at::TensorList weights, at::IntArrayRef plan, at::ArrayRef<double> epsilons, \
+      const DelayedState &delayed, at::IntArrayRef sizes, const Tensor &ends,                   \
+      const Tensor &weight_ends, bool needs_dgrad, bool needs_wgrad, bool record
+#define DFG_GROUPED_ARGUMENTS \
+  x, weights, plan, epsilons, delayed, sizes, ends, weight_ends, needs_dgrad, needs_wgrad, record
+
+constexpr size_t kOtherArguments = 9;  // behind the weights
+
+struct Forward {
+  Tensor y;
+  Operand x_column, w_column;
+};
+
+Forward forward(DFG_GROUPED_PARAMETERS) {
+  check_matrices(x, weights, sizes, ends, weight_ends);
+  const LayerPlan of(plan, epsilons);
+  const Operands of_x = cast_groups(x, ends, of, kInput, delayed, record, true, needs_wgrad);
+  const Operands of_w =
+      cast_groups(in_one(weights), weight_ends, of, kWeight, delayed, record, true, needs_dgrad);
+  const Tensor y = at::empty({x.size(0), weights[0].size(0)}, x.options());
+  multiply(of, kFprop, of_x.row, of_w.row, sizes, y);
+  return {y, of_x.column, of_w.column};
+}
+
+// Saves the column planes; the scales and amaxes of delayed scaling are read and raised when
+// backward runs.
+class GroupedFunction : public torch::autograd::Function<GroupedFunction> {
+ public:
+  static Tensor forward(AutogradContext* ctx, DFG_GROUPED_PARAMETERS) {
+    const Below below;
+    const Forward made = dfg::forward(DFG_GROUPED_ARGUMENTS);
+    ctx->save_for_backward(
+        {made.x_column.matrix, made.x_column.scales, made.w_column.matrix, made.w_column.scales});
+    ctx->saved_data["plan"] = plan.vec();
+    ctx->saved_data["epsilons"] = epsilons.vec();
+    ctx->saved_data["delayed"] = delayed;
+    ctx->saved_data["sizes"] = sizes.vec();
+    ctx->saved_data["ends"] = ends;
+    ctx->saved_data["flags"] =
+        int64_t{needs_dgrad} | int64_t{needs_wgrad} << 1 | int64_t{record} << 2;
+    return made.y;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const bool is_again = at::GradMode::is_enabled() && grads[0].requires_grad();
+    // Hooks of saved tensors run the user's code, which may recompute with autograd.
+    const variable_list saved = ctx->get_saved_variables();
+    const auto sizes = ctx->saved_data["sizes"].toIntVector();
+    const size_t experts = sizes.size();
+    variable_list result(1 + experts + kOtherArguments);
+    {
+      const Below below;
+      const int64_t flags = ctx->saved_data["flags"].toInt();
+      const bool needs_dgrad = flags & 1, needs_wgrad = flags >> 1 & 1;
+      const LayerPlan plan(ctx->saved_data["plan"].toIntVector(),
+                           ctx->saved_data["epsilons"].toDoubleVector());
+      const Tensor dy = grads[0].contiguous();
+      const Operands of_dy = cast_groups(dy, ctx->saved_data["ends"].toTensor(), plan, kGradOutput,
+                                         ctx->saved_data["delayed"].to<DelayedState>(),
+                                         flags >> 2 & 1, needs_dgrad, needs_wgrad);
+      if (needs_dgrad) {
+        const Operand w_column = unpacked(saved[2], saved[3], plan.slots[kWeight].column);
+        result[0] = at::empty({dy.size(0), w_column.matrix.size(0)}, dy.options());
+        multiply(plan, kDgrad, of_dy.row, w_column, sizes, result[0]);
+      }
+      if (needs_wgrad) {
+        const Operand x_column = unpacked(saved[0], saved[1], plan.slots[kInput].column);
+        const auto count = static_cast<int64_t>(experts);
+        const Tensor made = at::empty({count, dy.size(1), x_column.matrix.size(0)}, dy.options());
+        multiply(plan, kWgrad, of_dy.column, x_column, sizes, made);
+        for (size_t e = 0; e < experts; ++e) {
+          if (ctx->needs_input_grad(1 + e)) result[1 + e] = made.select(0, static_cast<int64_t>(e));
+        }
+      }
+    }
+    return is_again ? refusing_another(std::move(result)) : result;
+  }
+};
+
+Tensor grouped_linear(DFG_GROUPED_PARAMETERS) {
+  return GroupedFunction::apply(DFG_GROUPED_ARGUMENTS);
+}
+
+// Where nothing is differentiated, as in inference mode.
+Tensor grouped_linear_alone(DFG_GROUPED_PARAMETERS) {
+  const Below below;
+  return forward(x, weights, plan, epsilons, delayed, sizes, ends, weight_ends, false, false,
+                 record)
+      .y;
+}
+
+TORCH_LIBRARY_IMPL(dist_finegrain, Autograd, m) { m.impl("grouped_linear", grouped_linear); }
+TORCH_LIBRARY_IMPL(dist_finegrain, CPU, m) { m.impl("grouped_linear", grouped_linear_alone); }
+TORCH_LIBRARY_IMPL(dist_finegrain, CUDA, m) { m.impl("grouped_linear", grouped_linear_alone); }
+
+}  // namespace
+}  // namespace dfg

@@ -1,0 +1,119 @@
+"""The short way through a grouped linear layer: one compiled operator, forward and backward.
+
+What it computes is what grouped_linear_function.py computes, bit for bit; that file serves every
+case and is this one's oracle. This one serves what a mixture of experts trains with: one rank, FP8
+with scalar or row scales, 16-bit tensors, sizes on the host, no biases, nothing kept or put off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..extension import why_unavailable
+from ..formats.quantizer import Quantizer
+from ..ops import grouped_kernels, lt
+from ..ops.gemm import gemm_counter, scale_kind
+from ..ops.grouped import GroupedKernel
+from ..roles import LINEAR_GEMMS
+from .binding import Binding
+from .direct_linear import DTYPES, SLOTS, pack_slot
+from .grouped_weights import weight_ends
+
+
+@dataclasses.dataclass(frozen=True)
+class DirectGrouped:
+    """A binding of E experts as the operator ``grouped_linear`` is told of it; made once.
+
+    delayed: in the operator's order, for each slot the quantizers of every expert's row and of
+    every expert's column whose scale is read and whose amax is raised; () where there is none.
+    """
+
+    plan: list[int]
+    epsilons: list[float]
+    delayed: tuple[tuple[Quantizer | None, ...], ...]
+    weight_ends: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        binding: Binding,
+        quantizers: Mapping[str, Sequence[Quantizer]],
+        kernels: Mapping[str, GroupedKernel | None],
+        together: frozenset[str],
+        device: torch.device,
+    ) -> DirectGrouped | None:
+        """None where the operator does not offer something that the binding needs.
+
+        quantizers: of each tensor type, one per expert; kernels, together: as in ``Ways``.
+        """
+        if why_unavailable(device) or lt.available(device) or not set(quantizers) <= together:
+            return None
+        operands, fast = {}, []
+        for gemm in LINEAR_GEMMS:
+            kernel = kernels.get(gemm.gemm)
+            if gemm.gemm not in kernels:
+                break
+            a, b = (quantizers[slot][0].plane_format(d) for slot, d in gemm.sides)
+            if kernel is None or kernel.run is not grouped_kernels.cublaslt:
+                return None
+            if scale_kind(a) != scale_kind(b):
+                return None  # a tensor's scale would have to be repeated for each row
+            operands[gemm.gemm] = a, b
+            fast.append(int(binding.is_fast(gemm.gemm)))
+        plan, epsilons, delayed = [], [], []
+        for slot in SLOTS:
+            packed = [pack_slot(q) for q in quantizers.get(slot, (None,))]
+            if packed[0] is None:
+                return None
+            plan, epsilons = plan + packed[0].words, epsilons + packed[0].epsilons
+            delayed += zip(*(p.delayed for p in packed), strict=True)
+        plan += fast + [0] * (len(LINEAR_GEMMS) - len(fast)) + [gemm_counter(operands)]
+        has_delayed = any(child for side in delayed for child in side)
+        return cls(plan, epsilons, tuple(delayed) if has_delayed else ())
+
+    @staticmethod
+    def takes(x: torch.Tensor, weights: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+        """Whether these are plain contiguous 16-bit matrices [M, K] and E times [N, K]."""
+        if dtype not in DTYPES or x.dtype != dtype or type(x) is not torch.Tensor:
+            return False
+        are_plain = all(
+            type(w) in (torch.Tensor, torch.nn.Parameter) and w.dtype == dtype for w in weights
+        )
+        return are_plain and x.numel() > 0 and x.is_contiguous()
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        sizes: Sequence[int],
+        ends: torch.Tensor,
+        training: bool,
+    ) -> torch.Tensor:
+        """Y [M, N] of what ``takes`` accepts; ``training``: delayed amaxes count.
+
+        sizes: rows of each expert; ends: int32 [E] on the device, where they end.
+        """
+        with_grad = torch.is_grad_enabled()
+        state: list[torch.Tensor | None] = []
+        for side in self.delayed:
+            side = side if len(side) == len(sizes) else (None,) * len(sizes)
+            state += [child and child.scale for child in side]
+            state += [child and child.amax for child in side]
+        return torch.ops.dist_finegrain.grouped_linear.default(
+            x, weights, self.plan, self.epsilons, state, sizes, ends,
+            self._weight_ends(weights), with_grad and x.requires_grad,
+            with_grad and any(w.requires_grad for w in weights), training,
+        )  # fmt: skip
+
+    def _weight_ends(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        rows, device = weights[0].shape[0], weights[0].device
+        found = self.weight_ends.get(rows)
+        if found is None:
+            found = weight_ends(len(weights), rows, device)
+            # What a capture makes holds nothing before the graph is replayed.
+            if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+                self.weight_ends[rows] = found
+        return found

@@ -1,0 +1,300 @@
+"""The short way through GroupedLinear against the long one and a loop of Linears."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+import dist_finegrain as dfg
+from dist_finegrain import factories
+from dist_finegrain.modules import base, grouped_linear
+from dist_finegrain.modules.direct_grouped import DirectGrouped
+from dist_finegrain.ops import grouped, lt
+from dist_finegrain.ops.gemm import gemm_counts, reset_gemm_counts
+from tests import recipes
+from tests.modules.grouped_linear_cases import loop_of, make
+from tests.modules.test_direct_linear import assert_same_bits, delayed_rows, hybrid
+from tests.ops.test_lt import stand_in_on_cpu
+
+K, N, EXPERTS = 96, 80, 4
+SPLITS = {
+    "ragged": [5, 0, 33, 10],
+    "tiles": [16, 48, 0, 16],
+    "only one": [0, 0, 7, 0],
+}
+
+
+def rows_forward(role):
+    """Row scales for fprop, tensor scales for dgrad and wgrad."""
+    if role is not None and role.tensor_type == "grad_output":
+        return factories.current_scaling_factory(role)
+    return hybrid(factories.row_scaling_factory, factories.current_scaling_factory)(role)
+
+
+SHORT = {
+    "current": factories.current_scaling_factory,
+    "row": factories.row_scaling_factory,
+    "delayed": factories.delayed_scaling_factory,
+    "delayed children": recipes.delayed_children,
+    "delayed rows": delayed_rows,
+    "rows forward": rows_forward,
+    "columns of dequantized rows": hybrid(
+        factories.current_scaling_factory, recipes.ALL["delayed"], source="rowwise_dequantized"
+    ),
+}
+LONG = {
+    "identity": factories.high_precision_factory,
+    "mxfp8": factories.mxfp8_factory,
+    "nvfp4": factories.nvfp4_factory,
+}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    """A GPU, or a CPU that stands in for one: the operator that multiplies is plain torch."""
+    reason = dfg.build_info().cpu_reason
+    if request.param == "cuda":
+        reason = dfg.build_info().gemm_reason
+    if reason:
+        pytest.skip(f"no compiled part: {reason}")
+    if request.param == "cuda":
+        yield "cuda"
+        return
+    built = dataclasses.replace(dfg.build_info(), gemm_reason="")
+    monkeypatch.setattr(grouped, "build_info", lambda: built)
+    monkeypatch.setattr(lt, "available", lambda device: "")
+    for module in (base, grouped_linear):
+        monkeypatch.setattr(module, "device_kind", lambda device: "sm_90")
+    with stand_in_on_cpu():
+        yield "cpu"
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How often the short way was taken."""
+    count, call = [], DirectGrouped.__call__
+
+    def noting(*arguments):
+        count.append(1)
+        return call(*arguments)
+
+    monkeypatch.setattr(DirectGrouped, "__call__", noting)
+    return count
+
+
+def layer(device, **options):
+    options = {"k": K, "n": N, "experts": EXPERTS, **options}
+    module = make(torch.bfloat16, **options).to(device)
+    with torch.no_grad():
+        for weight in module.weights:
+            weight.mul_(10)
+    return module
+
+
+def recipe_of(name, **options):
+    execution = "native" if name in SHORT else "emulate"
+    return dfg.CustomRecipe({**SHORT, **LONG}[name], execution=execution, **options)
+
+
+def training(name, device, monkeypatch, is_short, split, frozen=(), **options):
+    """y, dX, dW of three steps, the delayed scales after each, and the GEMMs counted."""
+    if not is_short:
+        monkeypatch.setattr(DirectGrouped, "takes", staticmethod(lambda *_: False))
+    module, recipe, found = layer(device, **options), recipe_of(name), []
+    for e in frozen:
+        module.weights[e].requires_grad_(False)
+    reset_gemm_counts()
+    torch.manual_seed(1)
+    for step in range(3):
+        rows = sum(split)
+        x = (torch.randn(rows, K) * 2.0**step).bfloat16().to(device).requires_grad_()
+        dy = torch.randn(rows, N).bfloat16().to(device)
+        with dfg.autocast(recipe=recipe):
+            y = module(x, split)
+        y.backward(dy)
+        found += [y.detach(), x.grad, *(w.grad for w in module.weights)]
+        module.zero_grad()
+        dfg.end_step()
+        found += [slot.scale.clone() for _, slot in sorted(module._delayed.items())]
+        split = split[1:] + split[:1]
+    monkeypatch.undo()
+    return found, gemm_counts()
+
+
+@pytest.mark.parametrize("frozen", [(), (2,), tuple(range(EXPERTS))])
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("name", sorted(SHORT))
+def test_bits_and_counts_are_those_of_the_long_way(name, split, frozen, device, taken):
+    results = []
+    for is_short in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            results.append(training(name, device, patch, is_short, split, frozen))
+        assert len(taken) == 3
+    assert_same_bits(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("name", sorted(SHORT))
+def test_it_is_a_loop_of_linears(name, split, device, taken):
+    """Equal codes and scales; a GEMM may add in another order for another number of rows."""
+    module, recipe = layer(device), recipe_of(name)
+    x = torch.randn(sum(split), K).bfloat16().to(device).requires_grad_()
+    dy = torch.randn(sum(split), N).bfloat16().to(device)
+    with dfg.autocast(recipe=recipe):
+        y = module(x, split)
+    got = [y, *torch.autograd.grad(y, (x, *module.weights), dy)]
+    layers = [each.to(device) for each in loop_of(module)]
+    with dfg.autocast(recipe=recipe):
+        parts = [each(part) for each, part in zip(layers, x.split(split), strict=True)]
+    y = torch.cat(parts)
+    wanted = [y, *torch.autograd.grad(y, (x, *(each.weight for each in layers)), dy)]
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-7 * b.abs().max().item())
+    assert len(taken) == 1
+
+
+@pytest.mark.parametrize("name", sorted(LONG))
+def test_what_needs_more_goes_the_long_way(name, device, taken):
+    with pytest.MonkeyPatch.context() as patch:
+        training(name, device, patch, True, SPLITS["tiles"])
+    assert not taken
+
+
+def test_shapes_and_uses_that_go_the_long_way(device, taken):
+    recipe, split = recipe_of("current"), SPLITS["ragged"]
+
+    def run(module, split=split, dtype=torch.bfloat16, **forward):
+        rows = sum(split)
+        x = torch.randn(1, rows, K, device=device).to(dtype).requires_grad_()
+        with dfg.autocast(recipe=recipe):
+            y = module(x, split, **forward)
+            y = y[0] if module.return_bias else y
+            y.sum().backward()
+        assert y.shape == (1, rows, N)
+        return len(taken)
+
+    assert run(layer(device)) == 1
+    assert run(layer(device, bias=True, return_bias=True)) == 2
+    assert run(layer(device), split=torch.tensor(split)) == 3  # read on the host
+    assert run(layer(device), split=[0] * EXPERTS) == 3
+    assert run(layer(device, bias=True)) == 3
+    assert run(layer(device), is_first_microbatch=True) == 3
+    assert run(layer(device, save_original_input=True)) == 3
+    assert run(layer(device, delay_wgrad_compute=True)) == 3
+    assert run(layer(device).float(), dtype=torch.float32) == 3
+    fused = layer(device, fuse_wgrad_accumulation=True)
+    for weight in fused.weights:
+        weight.main_grad = torch.zeros(N, K, device=device)
+    assert run(fused) == 3
+
+
+def test_a_tensor_scale_beside_row_scales_goes_the_long_way(device, taken):
+    """It is repeated for every row first."""
+    mixed = hybrid(factories.row_scaling_factory, factories.current_scaling_factory)
+    module, results = layer(device), []
+    x = torch.randn(48, K).bfloat16().to(device).requires_grad_()
+    for factory in (mixed, factories.high_precision_factory):
+        with dfg.autocast(recipe=dfg.CustomRecipe(factory, execution="native")):
+            y = module(x, SPLITS["ragged"])
+        results.append(torch.autograd.grad(y.float().sum(), (x, *module.weights)))
+    assert not taken
+    for got, wanted in zip(*results, strict=True):
+        assert (got.float() - wanted.float()).norm() <= 0.1 * wanted.float().norm() + 1e-12
+
+
+def test_weights_that_lie_apart_are_copied(device, taken):
+    """To the same bits; frozen or not, they get the gradients of the joined ones."""
+    results = []
+    for is_apart in (False, True):
+        module = layer(device)
+        if is_apart:
+            for weight in module.weights:
+                weight.data = weight.data.clone()
+        torch.manual_seed(1)
+        x = torch.randn(48, K).bfloat16().to(device).requires_grad_()
+        with dfg.autocast(recipe=recipe_of("current")):
+            y = module(x, SPLITS["ragged"])
+        y.float().square().sum().backward()
+        results.append([y.detach(), x.grad, *(w.grad for w in module.weights)])
+    assert_same_bits(*results)
+    assert len(taken) == 2
+
+
+def test_the_gradient_of_a_gradient_is_refused(device, taken):
+    module = layer(device)
+    x = torch.randn(48, K, device=device).bfloat16().requires_grad_()
+    with dfg.autocast(recipe=recipe_of("current")):
+        y = module(x, SPLITS["ragged"])
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate"):
+        dx.sum().backward()
+    assert len(taken) == 1
+
+
+def test_what_is_saved_passes_the_hooks(device, taken):
+    """Activations can be moved or compressed: planes, and not the matrices they were made of."""
+    module, packed = layer(device), []
+    x = torch.randn(48, K, device=device).bfloat16().requires_grad_()
+
+    def pack(tensor):
+        packed.append((tensor.dtype, tensor.shape[0]))
+        return tensor.cpu()
+
+    results = []
+    for is_hooked in (True, False):
+        unpack = torch.Tensor.cpu if device == "cpu" else torch.Tensor.cuda
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        with (
+            dfg.autocast(recipe=recipe_of("row")),
+            hooks if is_hooked else contextlib.nullcontext(),
+        ):
+            y = module(x, SPLITS["ragged"])
+        results.append(torch.autograd.grad(y.float().sum(), (x, *module.weights)))
+    assert packed[:2] == [(torch.uint8, K), (torch.float32, EXPERTS)]
+    assert all(dtype in (torch.uint8, torch.float32) for dtype, _ in packed) and len(taken) == 2
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("name", ["current", "delayed"])
+def test_recomputed_in_backward(name, device, taken):
+    module, recipe, results = layer(device), recipe_of(name), []
+    x = torch.randn(48, K, device=device).bfloat16().requires_grad_()
+    for is_recomputed in (False, True):
+        module.zero_grad()
+        x.grad = None
+        with dfg.autocast(recipe=recipe):
+            if is_recomputed:
+                y = dfg.recompute(module, x, SPLITS["ragged"])
+            else:
+                y = module(x, SPLITS["ragged"])
+        y.float().square().sum().backward()
+        results.append([y.detach(), x.grad, *(w.grad for w in module.weights)])
+    assert_same_bits(*results)
+    assert len(taken) == 3
+
+
+def test_eval_and_inference_record_nothing(device, taken):
+    module, recipe = layer(device), recipe_of("delayed")
+    x = torch.randn(48, K, device=device).bfloat16()
+    with dfg.autocast(recipe=recipe):
+        module(x.clone().requires_grad_(), SPLITS["ragged"]).sum().backward()
+        dfg.end_step()
+        with torch.no_grad():
+            wanted = module.eval()(x, SPLITS["ragged"])
+        with torch.inference_mode():
+            got = module(x.clone(), SPLITS["ragged"])
+    assert torch.equal(got, wanted) and len(taken) == 3
+    assert all(slot.pending.item() == -1 for slot in module._delayed.values())
+
+
+def test_plan_names_the_kernels_of_both_kinds_of_sizes(device):
+    model = torch.nn.ModuleDict({"experts": layer(device)})
+    rows = dfg.plan(model, recipe_of("row"), device="sm_90").rows
+    assert {row.bucket for row in rows} == {"fast"}
+    assert all(row.kernel.endswith("rowwise for each expert") for row in rows)
+    assert all("on the device: scaled_grouped_mm rowwise" in row.reason for row in rows)

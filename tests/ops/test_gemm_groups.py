@@ -1,0 +1,116 @@
+"""cuBLASLt for each expert: FP8 GEMMs of sizes that the host knows, against FP64 and by name.
+
+On a CPU the operator ``gemm``, which it calls, is plain torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import dist_finegrain as dfg
+from dist_finegrain.ops import grouped
+from dist_finegrain.ops.grouped import select_grouped
+
+from .grouped_cases import FORMATS, GEMMS, NATIVE, SPLITS, Layer, relative_error, run
+from .test_lt import stand_in_on_cpu
+
+EXACT, FAST, BF16 = 2e-4, 2.5e-3, 2.5e-3
+E5M2 = [("current_e5m2", "current"), ("current", "current_e5m2"), ("row", "row_e5m2_pow2")]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    reason = dfg.build_info().cpu_reason
+    if request.param == "cuda":
+        reason = dfg.build_info().gemm_reason
+    if reason:
+        pytest.skip(f"no compiled part: {reason}")
+    if request.param == "cuda":
+        yield "cuda"
+        return
+    built = dataclasses.replace(dfg.build_info(), gemm_reason="")
+    monkeypatch.setattr(grouped, "build_info", lambda: built)
+    with stand_in_on_cpu():
+        yield "cpu"
+
+
+def choose(name, a, b, layer):
+    return select_grouped(name, a, b, "sm_90", "native", k=layer.k, n=layer.n, sizes_known=True)
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("name", GEMMS)
+def test_every_native_pair_and_split(name, split, device):
+    """Any tokens of an expert, none too; E5M2; a tensor's scale beside row scales."""
+    layer = Layer(split, n=48, k=144, device=device)
+    for a, b in [(a, b) for a in NATIVE for b in NATIVE] + E5M2:
+        formats = FORMATS[a], FORMATS[b]
+        kernel = choose(name, *formats, layer)
+        assert kernel.name.endswith("for each expert") and not kernel.is_loop
+        planes, wanted = layer.planes(name, *formats), layer.exact(name, *formats)
+        for dtype, fast, limit in (
+            (torch.float32, False, EXACT), (torch.float32, True, FAST), (torch.bfloat16, False, BF16)
+        ):  # fmt: skip
+            got = run(kernel, name, planes, layer, dtype, sizes=layer.split, fast=fast)
+            assert got.dtype == dtype and got.shape == wanted.shape
+            assert relative_error(got, wanted) <= limit, (a, b, dtype, fast)
+        if name == "wgrad":
+            assert not got[[e for e, m in enumerate(split) if m == 0]].any()
+
+
+@pytest.mark.parametrize("name", ["fprop", "dgrad"])
+def test_weights_cast_one_by_one(name, device):
+    layer = Layer(SPLITS["zeros_anywhere"], n=48, k=144, device=device)
+    for format in (FORMATS["row"], FORMATS["current"]):
+        a, together, _ = layer.planes(name, format, format)
+        kernel, options = choose(name, format, format, layer), {"sizes": layer.split}
+        got = run(kernel, name, (a, layer.stacked(name, format), None), layer, **options)
+        assert torch.equal(got, run(kernel, name, (a, together, None), layer, **options))
+
+
+def test_what_surrounds_an_experts_rows_never_reaches_its_result(device):
+    """Rows of other experts, and padding, filled with 0xFF."""
+    layer, format = Layer([5, 16, 3], n=48, k=144, device=device), FORMATS["row"]
+    for name in GEMMS:
+        kernel, planes = choose(name, format, format, layer), layer.planes(name, format, format)
+        clean = run(kernel, name, planes, layer, sizes=layer.split)
+        codes = planes[0].codes
+        if name == "wgrad":
+            codes[:, :16], part = 0xFF, (slice(1, 3),)
+        else:
+            codes[:5], codes[24:], part = 0xFF, 0xFF, (slice(5, 24),)
+        got = run(kernel, name, planes, layer, sizes=layer.split)
+        assert torch.equal(got[part], clean[part]) and not torch.equal(got, clean)
+
+
+def test_what_does_not_fit_is_refused_by_name(device):
+    codes = torch.zeros(16, 32, dtype=torch.uint8, device=device)
+    weights = torch.zeros(96, 32, dtype=torch.uint8, device=device)
+    ones, out = torch.ones(2, device=device), torch.zeros(16, 48, device=device)
+    scalar = 3 | 1 << 4
+
+    def call(**changes):
+        arguments = {
+            "a": codes, "b": weights, "a_options": scalar, "b_options": scalar, "a_scales": ones,
+            "b_scales": ones, "gemm": 0, "sizes": [16, 0], "out": out, "fast": False, **changes,
+        }  # fmt: skip
+        return torch.ops.dist_finegrain.gemm_groups.default(*arguments.values())
+
+    call()
+    for message, changes in (
+        ("gemm is 3; accepted: 0", {"gemm": 3}),
+        (r"sizes is \[17, -1\]", {"sizes": [17, -1]}),
+        (r"which hold no \[16, 16\] rows", {"sizes": [16, 16]}),
+        (r"which hold no \[8, 0\] rows", {"sizes": [8, 0]}),
+        ("for 3 experts|hold no", {"sizes": [16, 0, 0]}),
+        ("a_options is 51; accepted: FP8 with one scale", {"a_options": 3 | 3 << 4}),
+        (r"b_scales is Float \[3\]", {"b_scales": torch.ones(3, device=device)}),
+        ("one for each row of every expert", {"a_options": 3 | 2 << 4}),
+        ("no .* rows of experts", {"gemm": 1}),
+        ("of a wgrad", {"gemm": 2}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(**changes)
