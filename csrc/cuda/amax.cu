@@ -1,81 +1,45 @@
 // max |x| over finite elements, of a matrix, of each of its rows or of each expert's rows, in one
 // read at memory speed.
-//
-// |bits| of a finite element plus one unit of the exponent's last place stays below the sign bit;
-// of NaN and Inf it reaches it. So a signed integer maximum skips non-finite elements by itself,
-// and a maximum has no order: two runs give the same bits.
-#include <cuda_fp16.h>
-
 #include "kernels.h"
-#include "stream_common.cuh"
+#include "magnitude.cuh"
 
 namespace dfg {
 namespace {
+
+using stream::raise;
 
 constexpr int kThreads = 512;
 constexpr int kBlocksPerSm = 2;
 constexpr int kWarps = kThreads / stream::kWarp;
 constexpr int kLoads = 8;                         // independent 16-byte loads of a lane
 constexpr int kVectors = kLoads * stream::kWarp;  // of a unit: what a warp reads at once
+constexpr int kSharedExperts = 1024;              // whose maxima a block keeps to itself
 
-// A running maximum of a lane: 16-bit types as two signed halves of a word.
+// A running maximum of a lane.
 template <Dtype kDtype>
 struct Maximum {
-  static constexpr int kBytes = 2;
-  static constexpr uint32_t kMagnitude = 0x7FFF7FFFu;
-  static constexpr uint32_t kLift = kDtype == Dtype::bf16 ? 0x00800080u : 0x04000400u;
+  using M = stream::Magnitude<kDtype>;
+  static constexpr int kBytes = sizeof(typename M::Element);
 
-  uint32_t value = kLift;
+  uint32_t value = M::kLift;
 
-  __device__ void take(uint32_t word) { value = __vmaxs2((word & kMagnitude) + kLift, value); }
-  __device__ void take_element(const char* p) { take(*reinterpret_cast<const uint16_t*>(p)); }
-
-  // |bits| of the largest of the warp, as FP32 bits, in every lane.
-  __device__ uint32_t reduce() const {
-    const uint32_t bits = value - kLift;
-    const uint32_t low = bits & 0xFFFFu, high = bits >> 16;
-    const uint32_t top = __reduce_max_sync(0xFFFFFFFFu, low > high ? low : high);
-    if (kDtype == Dtype::bf16) return top << 16;
-    return bits_of(__half2float(__ushort_as_half(static_cast<unsigned short>(top))));
+  __device__ void take(uint32_t word) { value = M::larger(M::lifted(word), value); }
+  __device__ void take_element(const char* p) {
+    take(*reinterpret_cast<const typename M::Element*>(p));
   }
-};
-
-template <>
-struct Maximum<Dtype::f32> {
-  static constexpr int kBytes = 4;
-  static constexpr int32_t kLift = 0x00800000;
-
-  int32_t value = kLift;
-
-  __device__ void take(uint32_t word) {
-    value = max(static_cast<int32_t>((word & 0x7FFFFFFFu) + kLift), value);
-  }
-  __device__ void take_element(const char* p) { take(*reinterpret_cast<const uint32_t*>(p)); }
-  __device__ uint32_t reduce() const {
-    return __reduce_max_sync(0xFFFFFFFFu, static_cast<uint32_t>(value - kLift));
-  }
+  // The largest of the warp, as FP32 bits, in every lane.
+  __device__ uint32_t reduce() const { return M::widened(M::reduced(value)); }
 };
 
 struct AmaxParams {
   const char* x;
   float* amax;
   int64_t rows, columns, row_bytes, segments;
-  const int32_t* ends;  // of the experts' rows
-  int32_t experts;
+  Groups groups;
 };
 
 // What shares one amax.
 enum class Of { matrix, row, expert };
-
-// One warp. The first expert that ends behind `row`, as ends in order would have it; −1 behind all.
-__device__ __forceinline__ int expert_of(const AmaxParams& p, int64_t row, int lane) {
-  for (int base = 0; base < p.experts; base += stream::kWarp) {
-    const bool is_behind = base + lane < p.experts && p.ends[base + lane] > row;
-    const unsigned found = __ballot_sync(0xFFFFFFFFu, is_behind);
-    if (found) return base + __ffs(found) - 1;
-  }
-  return -1;
-}
 
 // Elements in front of the first 16-byte boundary, at most `columns`.
 template <int kBytes>
@@ -120,9 +84,43 @@ __device__ __forceinline__ void take_unit(const AmaxParams& p, const char* row, 
   }
 }
 
-// Non-negative floats, and the -1 of a slot that did not run, order like their signed bits.
-__device__ __forceinline__ void raise(float* amax, uint32_t bits) {
-  atomicMax(reinterpret_cast<int*>(amax), static_cast<int>(bits));
+// Each block's maxima of the first kSharedExperts: thousands of units of one expert would otherwise
+// queue at its amax. −1: no unit.
+struct SharedMaxima {
+  int of_expert[kSharedExperts];
+
+  __device__ void clear(int experts) {
+    for (int e = threadIdx.x; e < experts && e < kSharedExperts; e += kThreads) of_expert[e] = -1;
+    __syncthreads();
+  }
+  __device__ void take(float* amax, int expert, uint32_t bits) {
+    if (expert < kSharedExperts) {
+      atomicMax(of_expert + expert, static_cast<int>(bits));
+    } else {
+      raise(amax + expert, bits);
+    }
+  }
+  __device__ void flush(float* amax, int experts) {
+    __syncthreads();
+    for (int e = threadIdx.x; e < experts && e < kSharedExperts; e += kThreads) {
+      if (of_expert[e] >= 0) raise(amax + e, static_cast<uint32_t>(of_expert[e]));
+    }
+  }
+};
+
+template <Dtype kDtype>
+__device__ __forceinline__ void amax_of_experts(const AmaxParams& p, stream::Walker& walk, int lane,
+                                                SharedMaxima& shared) {
+  const stream::Ends ends(p.groups);
+  shared.clear(p.groups.count);
+  for (; !walk.done(); walk.next()) {
+    Maximum<kDtype> maximum;
+    take_unit<kDtype>(p, p.x + walk.row * p.row_bytes, walk.segment, lane, maximum);
+    const uint32_t bits = maximum.reduce();
+    const int expert = ends.expert_of(walk.row);
+    if (lane == 0 && expert >= 0) shared.take(p.amax, expert, bits);
+  }
+  shared.flush(p.amax, p.groups.count);
 }
 
 template <Dtype kDtype, Of kOf>
@@ -130,14 +128,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) amax_kernel(const Amax
   const int lane = threadIdx.x % stream::kWarp, warp = threadIdx.x / stream::kWarp;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
   stream::Walker walk(p.rows, p.segments, index, static_cast<int64_t>(gridDim.x) * kWarps);
+  if constexpr (kOf == Of::expert) {
+    __shared__ SharedMaxima shared;
+    amax_of_experts<kDtype>(p, walk, lane, shared);
+    return;
+  }
   Maximum<kDtype> maximum;
   for (; !walk.done(); walk.next()) {
-    if (kOf != Of::matrix) maximum = Maximum<kDtype>();
+    if (kOf == Of::row) maximum = Maximum<kDtype>();
     take_unit<kDtype>(p, p.x + walk.row * p.row_bytes, walk.segment, lane, maximum);
-    if (kOf != Of::matrix) {
+    if (kOf == Of::row) {
       const uint32_t bits = maximum.reduce();
-      const int64_t at = kOf == Of::row ? walk.row : expert_of(p, walk.row, lane);
-      if (lane == 0 && at >= 0) raise(p.amax + at, bits);
+      if (lane == 0) raise(p.amax + walk.row, bits);
     }
   }
   if (kOf == Of::matrix) {
@@ -162,8 +164,8 @@ cudaError_t launch(const void* x, Dtype dtype, int64_t rows, int64_t columns, in
     rows = 1;
   }
   const int64_t segments = ceil_div(columns * bytes, kVectors * 16);
-  const AmaxParams params{static_cast<const char*>(x), amax,     rows,        columns,
-                          row_stride * bytes,          segments, groups.ends, groups.count};
+  const AmaxParams params{static_cast<const char*>(x), amax,     rows,  columns,
+                          row_stride * bytes,          segments, groups};
   unsigned blocks = 0;
   const cudaError_t error =
       stream::persistent_blocks(rows * segments, kWarps, kBlocksPerSm, &blocks);

@@ -22,5 +22,11 @@ cudaError_t amax_rows_cuda(const void* x, Dtype dtype, int64_t rows, int64_t col
 cudaError_t amax_experts_cuda(const void* x, Dtype dtype, int64_t rows, int64_t columns,
                               int64_t row_stride, const Groups& groups, float* amax,
                               cudaStream_t stream);
+// Of each row and of each column, either null where it is not wanted; groups as in Measure. x must
+// satisfy has_lines: rows that begin and end at multiples of 16 bytes.
+bool has_lines(const void* x, Dtype dtype, int64_t columns, int64_t row_stride);
+cudaError_t amax_lines_cuda(const void* x, Dtype dtype, int64_t rows, int64_t columns,
+                            int64_t row_stride, const Groups& groups, float* of_rows,
+                            float* of_columns, cudaStream_t stream);
 
 }  // namespace dfg

@@ -102,6 +102,11 @@ bool is_of_tensor(const Measure& m) {
   return m.options.codec != Codec::none && m.options.rht == Rht::off && !m.options.row_scaled;
 }
 
+// Whether this plane, if there is one, is scaled by the largest magnitudes of lines of x.
+bool is_of_lines(const Measure& m) {
+  return m.options.codec == Codec::none || (m.options.rht == Rht::off && m.options.row_scaled);
+}
+
 }  // namespace
 
 cudaError_t measure_cuda(const MeasureArgs& args, cudaStream_t stream) {
@@ -121,6 +126,12 @@ cudaError_t measure_cuda(const MeasureArgs& args, cudaStream_t stream) {
       args.row.options.rht == Rht::off) {
     return amax_rows_cuda(args.x, args.dtype, args.rows, args.columns, args.row_stride,
                           args.row.amax, stream);
+  }
+  if (!args.dequantized && is_of_lines(args.row) && is_of_lines(args.column) &&
+      has_lines(args.x, args.dtype, args.columns, args.row_stride)) {
+    return amax_lines_cuda(args.x, args.dtype, args.rows, args.columns, args.row_stride,
+                           args.groups, row ? args.row.amax : nullptr,
+                           column ? args.column.amax : nullptr, stream);
   }
   switch (args.dtype) {
     case Dtype::f32:

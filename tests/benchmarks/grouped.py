@@ -39,18 +39,25 @@ ROW, TENSOR, BF16 = Float8RowFormat("e4m3"), Float8TensorFormat("e4m3"), Identit
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """FP8 operands of one format; bars: least speed-up over BF16 by GEMM."""
+    """FP8 operands of one format; bars: least speed-up over BF16 by GEMM.
+
+    knows_sizes: the host knows the tokens of each expert, else the device alone.
+    """
 
     name: str
     format: Format
     fast: bool
-    bars: dict[str, float]
+    bars: dict[str, float] = dataclasses.field(default_factory=dict)
+    knows_sizes: bool = True
 
 
 VARIANTS = (
     Variant("row-scaled, exact", ROW, False, {"fprop": 1.35, "wgrad": 1.4}),
     Variant("row-scaled, fast", ROW, True, {"fprop": 1.5, "wgrad": 1.6}),
-    Variant("per-tensor, fast", TENSOR, True, {}),
+    Variant("per-tensor, exact", TENSOR, False),
+    Variant("per-tensor, fast", TENSOR, True),
+    Variant("row-scaled, exact, sizes on the device", ROW, False, knows_sizes=False),
+    Variant("row-scaled, fast, sizes on the device", ROW, True, knows_sizes=False),
 )
 
 
@@ -105,13 +112,14 @@ def make_operands(
     return Operands(a, Experts.of_columns(column, experts, n), ends, None)
 
 
-def call_of(gemm: str, kernel: GroupedKernel, fast: bool):
+def call_of(gemm: str, kernel: GroupedKernel, fast: bool, sizes: list[int] | None):
     """The product as a function of its operands, BF16 in the end."""
 
     def call(o: Operands) -> torch.Tensor:
         return grouped_gemm(
-            kernel, gemm, o.a, o.b, o.ends, torch.bfloat16, column_ends=o.column_ends, fast=fast
-        )
+            kernel, gemm, o.a, o.b, o.ends, torch.bfloat16, column_ends=o.column_ends, sizes=sizes,
+            fast=fast,
+        )  # fmt: skip
 
     return call
 
@@ -150,7 +158,7 @@ def measure(gemm: str, arguments: argparse.Namespace, device: torch.device) -> l
     split = token_split(arguments.experts, arguments.tokens, arguments.skewed)
     flops = 2 * arguments.tokens * n * k
     count = inputs_needed(arguments.tokens * (n + k) + arguments.experts * n * k, device)
-    variants = [Variant("BF16", BF16, False, {}), *VARIANTS]
+    variants = [Variant("BF16", BF16, False, knows_sizes=False), *VARIANTS]
     operands, calls = {}, []
     for variant in variants:
         format = variant.format
@@ -159,8 +167,9 @@ def measure(gemm: str, arguments: argparse.Namespace, device: torch.device) -> l
                 make_operands(gemm, format, split, n, k, device, seed) for seed in range(count)
             ]
         mode = "native" if device.type == "cuda" else "emulate"
-        kernel = select_grouped(gemm, format, format, kind, mode, k=k, n=n)
-        calls.append(call_of(gemm, kernel, variant.fast))
+        known = variant.knows_sizes
+        kernel = select_grouped(gemm, format, format, kind, mode, k=k, n=n, sizes_known=known)
+        calls.append(call_of(gemm, kernel, variant.fast, split if known else None))
     timers = [
         make_timer(call, operands[v.format], device)
         for v, call in zip(variants, calls, strict=True)

@@ -52,8 +52,10 @@ def test_every_native_pair_and_split(name, split, device):
         assert kernel.name.endswith("for each expert") and not kernel.is_loop
         planes, wanted = layer.planes(name, *formats), layer.exact(name, *formats)
         for dtype, fast, limit in (
-            (torch.float32, False, EXACT), (torch.float32, True, FAST), (torch.bfloat16, False, BF16)
-        ):  # fmt: skip
+            (torch.float32, False, EXACT),
+            (torch.float32, True, FAST),
+            (torch.bfloat16, False, BF16),
+        ):
             got = run(kernel, name, planes, layer, dtype, sizes=layer.split, fast=fast)
             assert got.dtype == dtype and got.shape == wanted.shape
             assert relative_error(got, wanted) <= limit, (a, b, dtype, fast)
