@@ -2,7 +2,8 @@
 // bindings_linear.cpp does one of them: three casts of all experts, three GEMMs of each.
 //
 // Legend: X [M, K], dY [M, N] with the rows of each expert behind each other, E weights [N, K];
-// K and N are multiples of 16. FP8 with one scale per matrix or row in every plane.
+// K and N are multiples of 16. FP8 in every plane: one scale per matrix or row, or 128-blocks, then
+// with K and N multiples of 128 and weights in 128×128 blocks, none of which reaches over experts.
 #include <ATen/ops/_foreach_maximum.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -76,7 +77,8 @@ Operands cast_groups(const Tensor& x, const Tensor& ends, const LayerPlan& plan,
   QuantizeOptions options = plan.slots[slot];
   TORCH_CHECK_VALUE((options.row || !rowwise) && (options.column || !columnwise),
                     "plan has a plane of Identity; accepted: FP8 in every plane");
-  options.ends = ends;
+  const bool is_square = plane_options(options.row ? options.row : options.column).two_dimensional;
+  if (!is_square) options.ends = ends;
   // Only what a plane is made for is recorded.
   const bool is_read = rowwise || columnwise;
   if (!is_read) return {};

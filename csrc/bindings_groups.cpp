@@ -6,7 +6,8 @@
 //     dgrad  dX_e = dY_e.row · W_e.colᵀ      A [M, N]                        B [K, E·N]
 //     wgrad  dW_e = dY_e.col · X_e.colᵀ      A [N, Ctot]                     B [K, Ctot]
 //
-// Ctot: the parts of all experts, as `cast` with `ends` writes them: each takes whole tiles.
+// Ctot: the parts of all experts, as `cast` with `ends` writes them: each takes whole tiles or
+// blocks.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
@@ -23,6 +24,8 @@ namespace {
 using at::Tensor;
 
 constexpr int64_t kScaleAlignment = 4;  // FP32 elements: cuBLASLt reads scales from 16 bytes on
+constexpr int64_t kScalePitch = 4;      // of rows of 128×128 scales
+constexpr int64_t kBlock = 128;
 
 int64_t to_tiles(int64_t size) { return (size + kTile - 1) / kTile * kTile; }
 
@@ -43,49 +46,102 @@ Tensor span(const Tensor& buffer, int64_t start, int64_t count) {
   return at::empty({count}, part.options()).copy_(part);
 }
 
-// Scales of an operand's experts: [E], or one for each row as `cast` with `ends` writes them.
+// Scales of one operand, as `cast` with `ends` writes them, cut for each expert's product.
+//
+// Scalars [E]; of rows [M] or [E, R]; 1×128 blocks [⌈C/128⌉, R] of all rows or contraction parts;
+// 128×128 blocks [⌈R/128⌉, pad4(⌈C/128⌉)] of the matrix of all experts, whose parts are whole
+// blocks.
 class GroupScales {
  public:
   GroupScales(const char* name, const Tensor& scales, int64_t options, int64_t experts)
-      : is_scalar_(options >> 4 == static_cast<int64_t>(ScaleMode::scalar)), scales_(scales) {
-    const bool is_row = options >> 4 == static_cast<int64_t>(ScaleMode::row);
-    TORCH_CHECK_VALUE(is_scalar_ || is_row, name, "_options is ", options,
-                      "; accepted: FP8 with one scale per expert or per row");
-    TORCH_CHECK_VALUE(scales.scalar_type() == at::kFloat && scales.is_contiguous() &&
-                          (!is_scalar_ || scales.numel() == experts),
-                      name, "_scales is ", scales.scalar_type(), " ", scales.sizes(),
+      : mode_(static_cast<ScaleMode>(options >> 4)), scales_(scales) {
+    TORCH_CHECK_VALUE(mode_ >= ScaleMode::scalar && mode_ <= ScaleMode::block128, name,
+                      "_options is ", options,
+                      "; accepted: FP8 with scales of an expert, of rows or of 128 elements");
+    const bool fits = mode_ == ScaleMode::scalar ? scales.numel() == experts
+                                                 : scales.dim() == (is_blocks() ? 2 : scales.dim());
+    TORCH_CHECK_VALUE(scales.scalar_type() == at::kFloat && scales.is_contiguous() && fits, name,
+                      "_scales is ", scales.scalar_type(), " ", scales.sizes(),
                       "; accepted: torch.float32, contiguous, ", experts,
-                      " elements or one for each row");
-    if (!is_scalar_) return;
+                      " elements, one for each row, or a matrix of blocks");
+    if (mode_ != ScaleMode::scalar) return;
     scales_ = at::empty({experts, kScaleAlignment}, scales.options());
     scales_.copy_(scales.view({experts, 1}));
   }
 
-  // Of expert e, whose rows start at `row` of all experts' rows, or have `pitch` scales each.
-  Tensor of_rows(int64_t e, int64_t row, int64_t rows) const {
-    return is_scalar_ ? span(scales_, e * kScaleAlignment, 1) : checked(row, rows);
+  bool is_blocks() const { return mode_ == ScaleMode::vec128 || mode_ == ScaleMode::block128; }
+
+  // A's rows of expert e, of which `stored` are read.
+  Tensor of_rows(int64_t e, int64_t row, int64_t rows, int64_t stored) const {
+    if (mode_ == ScaleMode::scalar) return of_scalar(e);
+    if (mode_ == ScaleMode::row) return span(scales_, checked(row, rows), rows);
+    TORCH_CHECK_VALUE(mode_ == ScaleMode::vec128 && row + rows <= scales_.size(1), "a_scales is ",
+                      scales_.sizes(), "; accepted: 1x128 blocks of every expert's rows");
+    // The library takes the rows of the problem for the stride.
+    Tensor own = at::empty({scales_.size(0), stored}, scales_.options());
+    own.narrow(1, 0, rows).copy_(window(scales_, 0, row, scales_.size(0), rows));
+    return own;
   }
-  Tensor of_expert(int64_t e, int64_t rows) const { return of_rows(e, e * rows, rows); }
+
+  // B's rows of expert e, below those of the others.
+  Tensor of_expert(int64_t e, int64_t rows) const {
+    if (mode_ == ScaleMode::scalar) return of_scalar(e);
+    if (mode_ == ScaleMode::row) return span(scales_, checked(e * rows, rows), rows);
+    TORCH_CHECK_VALUE(mode_ == ScaleMode::block128 && rows % kBlock == 0, "b has ", rows,
+                      " rows for each expert; accepted: multiples of 128 with 128x128 blocks");
+    const int64_t pitch = rows / kBlock * scales_.size(1);
+    return span(scales_, checked(e * pitch, pitch), pitch);
+  }
+
+  // B's contraction part of expert e, beside those of the others.
+  Tensor of_part(int64_t e, int64_t rows, int64_t contraction) const {
+    if (mode_ != ScaleMode::block128) return of_expert(e, rows);
+    const int64_t blocks = contraction / kBlock;
+    TORCH_CHECK_VALUE(contraction % kBlock == 0 && (e + 1) * blocks <= scales_.size(1),
+                      "b has a contraction of ", contraction,
+                      " for each expert; accepted: multiples of 128 with 128x128 blocks");
+    const int64_t padded = (blocks + kScalePitch - 1) / kScalePitch * kScalePitch;
+    Tensor own = at::empty({scales_.size(0), padded}, scales_.options());
+    own.narrow(1, 0, blocks).copy_(window(scales_, 0, e * blocks, scales_.size(0), blocks));
+    return own;
+  }
+
+  // Of expert e's tokens as contraction, which start at `start` and take `width`.
+  Tensor of_contraction(int64_t e, int64_t rows, int64_t start, int64_t width) const {
+    if (mode_ != ScaleMode::vec128) return of_expert(e, rows);
+    const int64_t pitch = scales_.size(1), blocks = (width + kBlock - 1) / kBlock;
+    return span(scales_, checked(start / kBlock * pitch, blocks * pitch), blocks * pitch);
+  }
+
+  // What an expert's tokens start at a multiple of.
+  int64_t group_multiple() const { return mode_ == ScaleMode::vec128 ? kBlock : kTile; }
 
  private:
-  Tensor checked(int64_t start, int64_t count) const {
+  Tensor of_scalar(int64_t e) const { return span(scales_, e * kScaleAlignment, 1); }
+  int64_t checked(int64_t start, int64_t count) const {
     TORCH_CHECK_VALUE(start + count <= scales_.numel(), "scales have ", scales_.sizes(),
                       " elements; accepted: one for each row of every expert");
-    return span(scales_, start, count);
+    return start;
   }
 
-  bool is_scalar_;
+  ScaleMode mode_;
   Tensor scales_;
 };
+
+// Tokens of an expert as contraction, and the room that they take.
+int64_t room_for(int64_t size, int64_t multiple) {
+  return std::max((size + multiple - 1) / multiple, int64_t{1}) * multiple;
+}
 
 void check_shapes(DFG_GEMM_GROUPS_PARAMETERS) {
   TORCH_CHECK_VALUE(gemm >= kFprop && gemm < kGemms, "gemm is ", gemm,
                     "; accepted: 0 (fprop), 1 (dgrad) or 2 (wgrad)");
+  const bool has_blocks = a_options >> 4 == static_cast<int64_t>(ScaleMode::vec128);
   int64_t rows = 0, widths = 0;
   for (const int64_t size : sizes) {
     TORCH_CHECK_VALUE(size >= 0, "sizes is ", sizes, "; accepted: counts of at least 0");
     rows += size;
-    widths += std::max(to_tiles(size), kTile);
+    widths += room_for(size, has_blocks ? kBlock : kTile);
   }
   const auto experts = static_cast<int64_t>(sizes.size());
   const bool is_wgrad = gemm == kWgrad;
@@ -123,26 +179,38 @@ void gemm_groups(DFG_GEMM_GROUPS_PARAMETERS) {
             std::nullopt, result, false, fast);
   };
   for (int64_t e = 0, start = 0; e < experts; ++e) {
-    const int64_t size = sizes[static_cast<size_t>(e)];
+    const int64_t size = sizes[static_cast<size_t>(e)], stored = to_tiles(size);
     if (gemm == kWgrad) {
       const Tensor result = out.select(0, e);
-      const int64_t width = to_tiles(size);
       if (size == 0) {
         result.zero_();
       } else {
-        multiply(window(a, 0, start, a.size(0), width), window(b, 0, start, b.size(0), width),
-                 of_a.of_expert(e, a.size(0)), of_b.of_expert(e, b.size(0)), result);
+        multiply(window(a, 0, start, a.size(0), stored), window(b, 0, start, b.size(0), stored),
+                 of_a.of_contraction(e, a.size(0), start, stored),
+                 of_b.of_contraction(e, b.size(0), start, stored), result);
       }
-      start += std::max(width, kTile);
+      start += room_for(size, of_a.group_multiple());
       continue;
     }
     if (size == 0) continue;
-    const bool is_fprop = gemm == kFprop;
-    const int64_t rows = is_fprop ? out.size(1) : b.size(0), contraction = a.size(1);
-    const Tensor right =
-        window(b, is_fprop ? e * rows : 0, is_fprop ? 0 : e * contraction, rows, contraction);
-    multiply(window(a, start, 0, size, contraction), right, of_a.of_rows(e, start, size),
-             of_b.of_expert(e, rows), window(out, start, 0, size, out.size(1)));
+    const int64_t rows = gemm == kFprop ? out.size(1) : b.size(0), contraction = a.size(1);
+    const Tensor left = window(a, start, 0, size, contraction);
+    const Tensor result = window(out, start, 0, size, out.size(1));
+    const Tensor left_scales = of_a.of_rows(e, start, size, stored);
+    const Tensor right = gemm == kFprop ? window(b, e * rows, 0, rows, contraction)
+                                        : window(b, 0, e * contraction, rows, contraction);
+    const Tensor right_scales =
+        gemm == kFprop ? of_b.of_expert(e, rows) : of_b.of_part(e, rows, contraction);
+    if (of_a.is_blocks() && stored != size) {
+      // 1×128 scales need whole tiles of rows.
+      const Tensor own = at::empty({stored, contraction}, a.options());
+      own.narrow(0, 0, size).copy_(left);
+      const Tensor all = at::empty({stored, out.size(1)}, out.options());
+      multiply(own, right, left_scales, right_scales, all);
+      Tensor(result).copy_(all.narrow(0, 0, size));
+    } else {
+      multiply(left, right, left_scales, right_scales, result);
+    }
     start += size;
   }
 }

@@ -2,7 +2,7 @@
 
 What it computes is what grouped_linear_function.py computes, bit for bit; that file serves every
 case and is this one's oracle. This one serves what a mixture of experts trains with: one rank, FP8
-with scalar or row scales, 16-bit tensors, sizes on the host, no biases, nothing kept or put off.
+in every plane, 16-bit tensors, sizes on the host, no biases, nothing kept or put off.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..extension import why_unavailable
+from ..formats.plane import DIRECTIONS
 from ..formats.quantizer import Quantizer
 from ..ops import grouped_kernels, lt
 from ..ops.gemm import gemm_counter, scale_kind
@@ -59,10 +60,13 @@ class DirectGrouped:
             a, b = (quantizers[slot][0].plane_format(d) for slot, d in gemm.sides)
             if kernel is None or kernel.run is not grouped_kernels.cublaslt:
                 return None
-            if scale_kind(a) != scale_kind(b):
+            if {scale_kind(a), scale_kind(b)} == {"tensor", "row"}:
                 return None  # a tensor's scale would have to be repeated for each row
             operands[gemm.gemm] = a, b
             fast.append(int(binding.is_fast(gemm.gemm)))
+        weight = [scale_kind(quantizers["weight"][0].plane_format(d)) for d in DIRECTIONS]
+        if "128x128" in weight and weight[0] != weight[1]:
+            return None  # 128×128 blocks are cast as one matrix, other formats by expert
         plan, epsilons, delayed = [], [], []
         for slot in SLOTS:
             packed = [pack_slot(q) for q in quantizers.get(slot, (None,))]

@@ -28,6 +28,7 @@ GEMMS = ("fprop", "dgrad", "wgrad")
 _MOST_EXPERTS = 1023  # of torch's grouped kernels
 _ROW_SCALED = ("tensor", "row")
 _MULTIPLE = 16  # of K and N, of the native kernel
+_BLOCK = 128  # of weights in 128×128 blocks, so that none reaches over experts
 # Elsewhere torch's grouped_mm reads the sizes on the host and loops.
 _GROUPED_DEVICES = ("sm_90", "sm_100")
 
@@ -207,11 +208,14 @@ def select_grouped(
         return _identity_kernel(single, a.dtype or dtype, device, sizes_known)
     if "user" in (a.family, b.family):
         return _emulated_kernel(single, single.reason, a, b, device, sizes_known)
-    kinds = {scale_kind(a), scale_kind(b)}
-    if single.execution == "native" and sizes_known and kinds <= set(_ROW_SCALED):
-        if not build_info().gemm_reason:
-            name = f"{single.name} for each expert"
-            return GroupedKernel(name, "native", kernels.cublaslt, has_fast=True, needs_sizes=True)
+    if single.execution == "native" and sizes_known and _runs_for_each(gemm, a, b, k, n):
+        return GroupedKernel(
+            f"{single.name} for each expert",
+            "native",
+            kernels.cublaslt,
+            has_fast=single.has_fast,
+            needs_sizes=True,
+        )
     reason = _why_not_native(a, b, device, k, n)
     if not reason and execution != "reference":
         note = "rounded to BF16 before it is added to main_grad" if gemm == "wgrad" else ""
@@ -248,6 +252,18 @@ def _check_blocks(gemm: str, a: Format, b: Format) -> None:
                 "reach over experts; accepted: 1×128 blocks, e.g. "
                 "Float8BlockQuantizer(fp8_dtype, block_scaling_dim=1)"
             )
+
+
+def _runs_for_each(gemm: str, a: Format, b: Format, k: int, n: int) -> bool:
+    """Whether one compiled call multiplies this native pair for every expert."""
+    if build_info().gemm_reason:
+        return False
+    kinds = scale_kind(a), scale_kind(b)
+    if set(kinds) <= set(_ROW_SCALED):
+        return True
+    if gemm == "wgrad":
+        return kinds == ("1x128", "1x128")
+    return kinds == ("1x128", "128x128") and k % _BLOCK == n % _BLOCK == 0
 
 
 def _why_not_native(a: Format, b: Format, device: str, k: int, n: int) -> str:

@@ -70,7 +70,7 @@ def one_by_one(single: Kernel, p: Product) -> torch.Tensor:
 
 
 def cublaslt(p: Product) -> torch.Tensor:
-    """FP8 with scalar or row scales, by one compiled call; a tensor's are repeated beside rows'."""
+    """FP8 by one compiled call; a tensor's scale is repeated beside row scales."""
     _count(p)
     left, right, layout = p.a.codes, p.b_plane.codes, _RAGGED
     shape: tuple[int, ...] = (p.a.shape[0], p.b.shape[0])
@@ -79,7 +79,9 @@ def cublaslt(p: Product) -> torch.Tensor:
     else:
         layout = _STACKED_COLUMNS if p.b.axis else _STACKED_ROWS
     is_row = "row" in (p.a.format.statistic, p.b_plane.format.statistic)
-    if not is_row:
+    if p.a.format.family == "float8_block":
+        scales = p.a.scales, p.b_plane.scales
+    elif not is_row:
         scales = p.a.outer, p.b.outer if p.is_wgrad else p.b.outer()
     elif p.is_wgrad:
         scales = _scales_of_rows(p.a), _scales_of_rows(p.b)

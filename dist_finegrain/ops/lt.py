@@ -154,8 +154,11 @@ def rowwise(
 
 
 def group_options(format: Format, is_row: bool) -> int:
-    """What ``gemm_groups`` is told of FP8 operands: one scale per expert, or one per row."""
-    return _ELEMENT[format.element] | (_ROW if is_row else _SCALAR) << 4
+    """What ``gemm_groups`` is told of FP8 operands; is_row: one scale per row, not per expert."""
+    mode = _ROW if is_row else _SCALAR
+    if format.family == "float8_block":
+        mode = _BLOCK128 if format.two_dimensional else _VEC128
+    return _ELEMENT[format.element] | mode << 4
 
 
 def per_row(plane: Plane) -> torch.Tensor:

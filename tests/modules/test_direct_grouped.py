@@ -10,7 +10,7 @@ import torch
 import torch.utils.checkpoint
 
 import dist_finegrain as dfg
-from dist_finegrain import factories
+from dist_finegrain import factories, factory_zoo
 from dist_finegrain.modules import base, grouped_linear
 from dist_finegrain.modules.direct_grouped import DirectGrouped
 from dist_finegrain.ops import grouped, lt
@@ -20,7 +20,7 @@ from tests.modules.grouped_linear_cases import loop_of, make
 from tests.modules.test_direct_linear import assert_same_bits, delayed_rows, hybrid
 from tests.ops.test_lt import stand_in_on_cpu
 
-K, N, EXPERTS = 96, 80, 4
+K, N, EXPERTS = 128, 256, 4
 SPLITS = {
     "ragged": [5, 0, 33, 10],
     "tiles": [16, 48, 0, 16],
@@ -45,6 +45,8 @@ SHORT = {
     "columns of dequantized rows": hybrid(
         factories.current_scaling_factory, recipes.ALL["delayed"], source="rowwise_dequantized"
     ),
+    "block": factories.float8_block_scaling_factory,
+    "block, row-scaled wgrad": factory_zoo.float8_block_row_scaled_wgrad,
 }
 LONG = {
     "identity": factories.high_precision_factory,
@@ -205,6 +207,25 @@ def test_a_tensor_scale_beside_row_scales_goes_the_long_way(device, taken):
     assert not taken
     for got, wanted in zip(*results, strict=True):
         assert (got.float() - wanted.float()).norm() <= 0.1 * wanted.float().norm() + 1e-12
+
+
+def test_weights_in_blocks_beside_other_columns_go_the_long_way(device, taken):
+    """Blocks are cast as one matrix of all experts, the other plane expert by expert."""
+
+    def squares(role):
+        return dfg.Float8BlockQuantizer(dfg.DType.kFloat8E4M3, block_scaling_dim=2)
+
+    def factory(role):
+        if role is not None and role.tensor_type == "grad_output":
+            return factories.row_scaling_factory(role)
+        rows = squares if role is not None and role.tensor_type == "weight" else recipes.block_1d
+        return hybrid(rows, factories.row_scaling_factory)(role)
+
+    module = layer(device)
+    x = torch.randn(48, K).bfloat16().to(device).requires_grad_()
+    with dfg.autocast(recipe=dfg.CustomRecipe(factory, execution="native")):
+        module(x, SPLITS["ragged"]).sum().backward()
+    assert not taken and x.grad.isfinite().all()
 
 
 def test_weights_that_lie_apart_are_copied(device, taken):

@@ -63,6 +63,31 @@ def test_every_native_pair_and_split(name, split, device):
             assert not got[[e for e, m in enumerate(split) if m == 0]].any()
 
 
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("name", GEMMS)
+def test_blocks(name, split, device):
+    """1×128 tokens by 128×128 weights; experts of no whole tiles are copied."""
+    layer = Layer(split, n=128, k=256, device=device)
+    pairs = [("block", "block_2d"), ("block_fp32", "block_2d")]
+    for a, b in [("block", "block"), ("block_fp32", "block")] if name == "wgrad" else pairs:
+        formats = FORMATS[a], FORMATS[b]
+        kernel = choose(name, *formats, layer)
+        assert kernel.name.endswith("128-block for each expert") and not kernel.has_fast
+        planes, wanted = layer.planes(name, *formats), layer.exact(name, *formats)
+        for dtype, limit in ((torch.float32, EXACT), (torch.bfloat16, BF16)):
+            got = run(kernel, name, planes, layer, dtype, sizes=layer.split)
+            assert got.shape == wanted.shape and relative_error(got, wanted) <= limit, (a, b)
+
+
+def test_blocks_that_would_reach_over_experts_go_one_by_one(device):
+    block, square = FORMATS["block"], FORMATS["block_2d"]
+    for name, n, k in (("fprop", 192, 256), ("dgrad", 256, 192)):
+        layer = Layer([16, 16], n=n, k=k, device=device)
+        assert choose(name, block, square, layer).is_loop
+        assert choose("wgrad", block, block, layer).name.endswith("for each expert")
+    assert choose("fprop", block, block, layer).is_loop
+
+
 @pytest.mark.parametrize("name", ["fprop", "dgrad"])
 def test_weights_cast_one_by_one(name, device):
     layer = Layer(SPLITS["zeros_anywhere"], n=48, k=144, device=device)
@@ -108,7 +133,8 @@ def test_what_does_not_fit_is_refused_by_name(device):
         (r"which hold no \[16, 16\] rows", {"sizes": [16, 16]}),
         (r"which hold no \[8, 0\] rows", {"sizes": [8, 0]}),
         ("for 3 experts|hold no", {"sizes": [16, 0, 0]}),
-        ("a_options is 51; accepted: FP8 with one scale", {"a_options": 3 | 3 << 4}),
+        ("a_options is 83; accepted: FP8 with scales", {"a_options": 3 | 5 << 4}),
+        ("1x128 blocks of every expert", {"a_options": 3 | 3 << 4, "a_scales": ones[:, None]}),
         (r"b_scales is Float \[3\]", {"b_scales": torch.ones(3, device=device)}),
         ("one for each row of every expert", {"a_options": 3 | 2 << 4}),
         ("no .* rows of experts", {"gemm": 1}),
