@@ -70,9 +70,10 @@ CastArgs cast_args(DFG_CAST_PARAMETERS);
 MeasureArgs measure_args(DFG_MEASURE_PARAMETERS);
 DecodeArgs decode_args(DFG_DECODE_PARAMETERS);
 // Uninitialised buffers of the plane (rows, contraction) of `x`, as `cast_args` asks for them;
-// experts: 0, or how many groups the rows of `x` are.
+// experts: 0, or how many groups the rows of `x` are. spare: FP32 elements of one more buffer.
 std::vector<at::Tensor> empty_plane(int64_t options, int64_t rows, int64_t contraction,
-                                    const at::Tensor& x, int64_t experts, bool is_column);
+                                    const at::Tensor& x, int64_t experts, bool is_column,
+                                    int64_t spare = 0);
 // A contiguous tensor that starts `byte_offset` behind the start of `buffer`, in its storage.
 at::Tensor part_of(const at::Tensor& buffer, int64_t byte_offset, at::IntArrayRef sizes,
                    at::ScalarType dtype);

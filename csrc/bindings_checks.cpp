@@ -261,7 +261,8 @@ void check_dequantized(bool dequantized, const PlaneOptions& row, const PlaneOpt
 PlaneOptions plane_options(int64_t packed) { return unpack("", packed, 0.0); }
 
 std::vector<at::Tensor> empty_plane(int64_t options, int64_t rows, int64_t contraction,
-                                    const at::Tensor& x, int64_t experts, bool is_column) {
+                                    const at::Tensor& x, int64_t experts, bool is_column,
+                                    int64_t spare) {
   const PlaneOptions o = plane_options(options);
   const Shape shape{rows, contraction, experts, experts > 0 && is_column};
   const int64_t stored_rows = ceil_to(rows, kRowMultiple);
@@ -278,6 +279,7 @@ std::vector<at::Tensor> empty_plane(int64_t options, int64_t rows, int64_t contr
                      o.codec == Codec::block ? at::kFloat : at::kByte});
   }
   if (has_outer(o)) parts.push_back({shape.per_row_or_one(o, stored_rows), at::kFloat});
+  if (spare > 0) parts.push_back({{spare}, at::kFloat});
   std::vector<int64_t> starts;
   int64_t bytes = 0;
   for (const Part& part : parts) {

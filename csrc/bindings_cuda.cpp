@@ -27,12 +27,7 @@ void cast(DFG_CAST_PARAMETERS) {
 void measure(DFG_MEASURE_PARAMETERS) {
   const MeasureArgs args = measure_args(DFG_MEASURE_ARGUMENTS);
   const c10::cuda::CUDAGuard guard(x.device());
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  for (const OptionalTensor& amax : {row_amax, column_amax}) {
-    if (!amax) continue;  // the kernels raise what is there
-    check("measure", cudaMemsetAsync(amax->mutable_data_ptr(), 0, amax->nbytes(), stream));
-  }
-  check("measure", measure_cuda(args, stream));
+  check("measure", measure_cuda(args, c10::cuda::getCurrentCUDAStream()));
 }
 
 void decode(DFG_DECODE_PARAMETERS) {

@@ -40,13 +40,17 @@ at::Tensor empty_amaxes(Statistic statistic, at::IntArrayRef by_row, int64_t exp
   return at::empty({std::max<int64_t>(experts, 1)}, options);
 }
 
-Statistics measured(const at::Tensor& x, const QuantizeOptions& o) {
+// scratch: for the amaxes of the matrix or of its experts, as many as there are of them.
+Statistics measured(const at::Tensor& x, const QuantizeOptions& o, const OptionalTensor& scratch) {
   const Statistic of_row = measured_statistic(o.row);
   const Statistic of_column = measured_statistic(o.column);
   const bool is_shared = of_row == Statistic::tensor && of_column == Statistic::tensor;
   const int64_t experts = o.ends ? o.ends->size(0) : 0;
   Statistics result;
-  if (of_row != Statistic::none) result.row = empty_amaxes(of_row, {x.size(0)}, experts, x);
+  if (of_row != Statistic::none) {
+    const bool takes_scratch = scratch && of_row != Statistic::row;
+    result.row = takes_scratch ? *scratch : empty_amaxes(of_row, {x.size(0)}, experts, x);
+  }
   if (of_column != Statistic::none && !is_shared) {
     const int64_t columns[] = {experts, x.size(1)};
     const at::IntArrayRef by_row(columns + (experts == 0), columns + 2);
@@ -67,11 +71,17 @@ Quantized quantize(const at::Tensor& x, const QuantizeOptions& o) {
   TORCH_CHECK_VALUE(!o.dequantized || measured_statistic(o.column) == Statistic::none,
                     "dequantized is True, and the column is scaled by an amax of the row's values; "
                     "accepted: a column format without one, else measure and cast one by one");
-  const Statistics statistics = measured(x, o);
-  Quantized result;
   const int64_t experts = o.ends ? o.ends->size(0) : 0;
-  if (o.row) result.row = empty_plane(o.row, x.size(0), x.size(1), x, experts, false);
+  Quantized result;
+  OptionalTensor scratch;
+  if (o.row) {
+    const int64_t spare = std::max<int64_t>(experts, 1);
+    result.row = empty_plane(o.row, x.size(0), x.size(1), x, experts, false, spare);
+    scratch = std::move(result.row.back());
+    result.row.pop_back();
+  }
   if (o.column) result.column = empty_plane(o.column, x.size(1), x.size(0), x, experts, true);
+  const Statistics statistics = measured(x, o, scratch);
   if (o.bias_grad) {
     const int64_t blocks = (x.size(0) + kBiasRows - 1) / kBiasRows;
     result.bias_partials = at::empty({blocks, x.size(1)}, x.options().dtype(at::kFloat));

@@ -80,7 +80,7 @@ struct CastArgs {
 // the rotated values; row_scaled: one amax per plane row.
 struct Measure {
   PlaneOptions options;
-  float* amax = nullptr;  // [1], [R] or [E]; zeroed by the caller, raised in place
+  float* amax = nullptr;  // [1], [R] or [E]; on a CPU zeroed by the caller and raised in place
 };
 
 // One read of X, the amaxes that both planes need. With `dequantized`, `row_plane` (its options

@@ -149,7 +149,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) amax_kernel(const Amax
     __syncthreads();
     if (warp == 0) {
       const uint32_t top = __reduce_max_sync(0xFFFFFFFFu, lane < kWarps ? of_warp[lane] : 0u);
-      if (lane == 0) raise(p.amax, top);
+      if (lane != 0) return;
+      if (gridDim.x == 1) {
+        *p.amax = __uint_as_float(top);
+      } else {
+        raise(p.amax, top);
+      }
     }
   }
 }
@@ -157,7 +162,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) amax_kernel(const Amax
 template <Of kOf>
 cudaError_t launch(const void* x, Dtype dtype, int64_t rows, int64_t columns, int64_t row_stride,
                    float* amax, cudaStream_t stream, const Groups& groups = {}) {
-  if (rows <= 0 || columns <= 0) return cudaSuccess;
+  if (rows <= 0 || columns <= 0) {
+    return kOf == Of::matrix ? cudaMemsetAsync(amax, 0, sizeof *amax, stream) : cudaSuccess;
+  }
   const int bytes = dtype == Dtype::f32 ? 4 : 2;
   if (kOf == Of::matrix && row_stride == columns) {
     columns *= rows;  // without gaps the matrix is one long row
@@ -170,6 +177,10 @@ cudaError_t launch(const void* x, Dtype dtype, int64_t rows, int64_t columns, in
   const cudaError_t error =
       stream::persistent_blocks(rows * segments, kWarps, kBlocksPerSm, &blocks);
   if (error != cudaSuccess) return error;
+  if (kOf == Of::matrix && blocks > 1) {  // one block, as for a small layer, need not
+    const cudaError_t cleared = cudaMemsetAsync(amax, 0, sizeof *amax, stream);
+    if (cleared != cudaSuccess) return cleared;
+  }
   switch (dtype) {
     case Dtype::f32:
       amax_kernel<Dtype::f32, kOf><<<blocks, kThreads, 0, stream>>>(params);

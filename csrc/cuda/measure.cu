@@ -107,22 +107,35 @@ bool is_of_lines(const Measure& m) {
   return m.options.codec == Codec::none || (m.options.rht == Rht::off && m.options.row_scaled);
 }
 
+// Zeros where the kernels raise.
+cudaError_t clear(const Measure& m, int64_t lines, int64_t experts, int64_t vectors,
+                  cudaStream_t stream) {
+  if (m.options.codec == Codec::none) return cudaSuccess;
+  const int64_t count = m.options.row_scaled ? lines * vectors : (experts > 0 ? experts : 1);
+  return cudaMemsetAsync(m.amax, 0, static_cast<size_t>(count) * sizeof(float), stream);
+}
+
 }  // namespace
 
 cudaError_t measure_cuda(const MeasureArgs& args, cudaStream_t stream) {
+  const int64_t experts = args.groups.count;
   const bool row = args.row.options.codec != Codec::none;
   const bool column = args.column.options.codec != Codec::none;
   const Measure& only = row ? args.row : args.column;
   const bool is_alone = row != column && !args.dequantized;
-  if (is_alone && is_of_tensor(only)) {
-    if (args.groups.count > 0) {
-      return amax_experts_cuda(args.x, args.dtype, args.rows, args.columns, args.row_stride,
-                               args.groups, only.amax, stream);
-    }
+  if (is_alone && is_of_tensor(only) && experts == 0) {
     return amax_tensor_cuda(args.x, args.dtype, args.rows, args.columns, args.row_stride, only.amax,
                             stream);
   }
-  if (is_alone && row && args.groups.count == 0 && args.row.options.row_scaled &&
+  cudaError_t error = clear(args.row, args.rows, experts, 1, stream);
+  if (error != cudaSuccess) return error;
+  error = clear(args.column, args.columns, experts, experts > 0 ? experts : 1, stream);
+  if (error != cudaSuccess) return error;
+  if (is_alone && is_of_tensor(only)) {
+    return amax_experts_cuda(args.x, args.dtype, args.rows, args.columns, args.row_stride,
+                             args.groups, only.amax, stream);
+  }
+  if (is_alone && row && experts == 0 && args.row.options.row_scaled &&
       args.row.options.rht == Rht::off) {
     return amax_rows_cuda(args.x, args.dtype, args.rows, args.columns, args.row_stride,
                           args.row.amax, stream);

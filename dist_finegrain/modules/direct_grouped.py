@@ -63,7 +63,7 @@ class DirectGrouped:
             if {scale_kind(a), scale_kind(b)} == {"tensor", "row"}:
                 return None  # a tensor's scale would have to be repeated for each row
             operands[gemm.gemm] = a, b
-            fast.append(int(binding.is_fast(gemm.gemm)))
+            fast.append(int(binding.is_fast(gemm.gemm) and kernel.has_fast))
         weight = [scale_kind(quantizers["weight"][0].plane_format(d)) for d in DIRECTIONS]
         if "128x128" in weight and weight[0] != weight[1]:
             return None  # 128×128 blocks are cast as one matrix, other formats by expert
