@@ -2,9 +2,11 @@
 // bindings_linear.cpp does one of them: three casts of all experts, three GEMMs of each.
 //
 // Legend: X [M, K], dY [M, N] with the rows of each expert behind each other, E weights [N, K];
-// K and N are multiples of 16. FP8 in every plane: one scale per matrix or row, or 128-blocks, then
-// with K and N multiples of 128 and weights in 128×128 blocks, none of which reaches over experts.
+// K and N are multiples of 16. FP8 planes: one scale per matrix or row, or 128-blocks, then with K
+// and N multiples of 128 and weights in 128×128 blocks, none of which reaches over experts. Columns
+// of X and dY may be Identity.
 #include <ATen/ops/_foreach_maximum.h>
+#include <ATen/ops/_grouped_mm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -75,8 +77,8 @@ class DelayedSlotState {
 Operands cast_groups(const Tensor& x, const Tensor& ends, const LayerPlan& plan, Slot slot,
                      const DelayedState& delayed, bool record, bool rowwise, bool columnwise) {
   QuantizeOptions options = plan.slots[slot];
-  TORCH_CHECK_VALUE((options.row || !rowwise) && (options.column || !columnwise),
-                    "plan has a plane of Identity; accepted: FP8 in every plane");
+  TORCH_CHECK_VALUE(options.row && (options.column || slot != kWeight),
+                    "plan has a plane of Identity; accepted: columns of input and grad_output");
   const bool is_square = plane_options(options.row ? options.row : options.column).two_dimensional;
   if (!is_square) options.ends = ends;
   // Only what a plane is made for is recorded.
@@ -94,6 +96,15 @@ void multiply(const LayerPlan& plan, Gemm gemm, const Operand& a, const Operand&
   count(plan, gemm, static_cast<int64_t>(sizes.size()));
   gemm_groups(a.matrix, b.matrix, gemm_options(a.options), gemm_options(b.options), a.scales,
               b.scales, gemm, sizes, out, plan.fast[gemm]);
+}
+
+// dW of Identity: torch's grouped kernel, which reads the sizes on the device.
+Tensor multiply_16_bit(const LayerPlan& plan, const Operand& dy, const Operand& x,
+                       const Tensor& ends) {
+  TORCH_CHECK_VALUE(!dy.options && !x.options,
+                    "columns of input and grad_output are of Identity and FP8; accepted: one");
+  count(plan, kWgrad, ends.size(0));
+  return at::_grouped_mm(dy.matrix, x.matrix.t(), ends);
 }
 
 // [E·N, K]: a view where they follow each other in one storage, else a copy.
@@ -166,8 +177,8 @@ class GroupedFunction : public torch::autograd::Function<GroupedFunction> {
   static Tensor forward(AutogradContext* ctx, DFG_GROUPED_PARAMETERS) {
     const Below below;
     const Forward made = dfg::forward(DFG_GROUPED_ARGUMENTS);
-    ctx->save_for_backward(
-        {made.x_column.matrix, made.x_column.scales, made.w_column.matrix, made.w_column.scales});
+    ctx->save_for_backward({in_memory_order(made.x_column), made.x_column.scales,
+                            made.w_column.matrix, made.w_column.scales});
     ctx->saved_data["plan"] = plan.vec();
     ctx->saved_data["epsilons"] = epsilons.vec();
     ctx->saved_data["delayed"] = delayed;
@@ -192,9 +203,10 @@ class GroupedFunction : public torch::autograd::Function<GroupedFunction> {
       const LayerPlan plan(ctx->saved_data["plan"].toIntVector(),
                            ctx->saved_data["epsilons"].toDoubleVector());
       const Tensor dy = grads[0].contiguous();
-      const Operands of_dy = cast_groups(dy, ctx->saved_data["ends"].toTensor(), plan, kGradOutput,
-                                         ctx->saved_data["delayed"].to<DelayedState>(),
-                                         flags >> 2 & 1, needs_dgrad, needs_wgrad);
+      const Tensor ends = ctx->saved_data["ends"].toTensor();
+      const Operands of_dy =
+          cast_groups(dy, ends, plan, kGradOutput, ctx->saved_data["delayed"].to<DelayedState>(),
+                      flags >> 2 & 1, needs_dgrad, needs_wgrad);
       if (needs_dgrad) {
         const Operand w_column = unpacked(saved[2], saved[3], plan.slots[kWeight].column);
         result[0] = at::empty({dy.size(0), w_column.matrix.size(0)}, dy.options());
@@ -202,9 +214,14 @@ class GroupedFunction : public torch::autograd::Function<GroupedFunction> {
       }
       if (needs_wgrad) {
         const Operand x_column = unpacked(saved[0], saved[1], plan.slots[kInput].column);
-        const auto count = static_cast<int64_t>(experts);
-        const Tensor made = at::empty({count, dy.size(1), x_column.matrix.size(0)}, dy.options());
-        multiply(plan, kWgrad, of_dy.column, x_column, sizes, made);
+        Tensor made;
+        if (!of_dy.column.options || !x_column.options) {
+          made = multiply_16_bit(plan, of_dy.column, x_column, ends);
+        } else {
+          const auto count = static_cast<int64_t>(experts);
+          made = at::empty({count, dy.size(1), x_column.matrix.size(0)}, dy.options());
+          multiply(plan, kWgrad, of_dy.column, x_column, sizes, made);
+        }
         for (size_t e = 0; e < experts; ++e) {
           if (ctx->needs_input_grad(1 + e)) result[1 + e] = made.select(0, static_cast<int64_t>(e));
         }

@@ -2,7 +2,7 @@
 
 What it computes is what grouped_linear_function.py computes, bit for bit; that file serves every
 case and is this one's oracle. This one serves what a mixture of experts trains with: one rank, FP8
-in every plane, 16-bit tensors, sizes on the host, no biases, nothing kept or put off.
+forward and dgrad, FP8 or BF16 wgrad, sizes on the host, no biases, nothing kept or put off.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class DirectGrouped:
             if gemm.gemm not in kernels:
                 break
             a, b = (quantizers[slot][0].plane_format(d) for slot, d in gemm.sides)
-            if kernel is None or kernel.run is not grouped_kernels.cublaslt:
+            runs = {grouped_kernels.cublaslt}
+            if gemm.gemm == "wgrad" and not any(getattr(f, "dtype", None) for f in (a, b)):
+                runs.add(grouped_kernels.identity)
+            if kernel is None or kernel.run not in runs:
                 return None
             if {scale_kind(a), scale_kind(b)} == {"tensor", "row"}:
                 return None  # a tensor's scale would have to be repeated for each row

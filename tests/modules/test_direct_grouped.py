@@ -35,6 +35,13 @@ def rows_forward(role):
     return hybrid(factories.row_scaling_factory, factories.current_scaling_factory)(role)
 
 
+def bf16_wgrad(role):
+    """Blocks, and BF16 columns where wgrad reads them."""
+    if role is not None and role.tensor_type == "weight":
+        return factories.float8_block_scaling_factory(role)
+    return hybrid(factories.float8_block_scaling_factory, factories.high_precision_factory)(role)
+
+
 SHORT = {
     "current": factories.current_scaling_factory,
     "row": factories.row_scaling_factory,
@@ -46,6 +53,7 @@ SHORT = {
         factories.current_scaling_factory, recipes.ALL["delayed"], source="rowwise_dequantized"
     ),
     "block": factories.float8_block_scaling_factory,
+    "block, BF16 wgrad": bf16_wgrad,
     "block, row-scaled wgrad": factory_zoo.float8_block_row_scaled_wgrad,
 }
 LONG = {
