@@ -57,7 +57,8 @@ using OptionalTensor = std::optional<at::Tensor>;
 #define DFG_GEMM_ARGUMENTS \
   a, b, a_options, b_options, a_scales, b_scales, alpha, bias, out, accumulate, fast
 
-// gemm: 0 fprop, 1 dgrad, 2 wgrad. Scales FP32: [E], or of rows as `cast` with `ends` writes them.
+// gemm: 0 fprop, 1 dgrad, 2 wgrad. Scales FP32: [E], or of rows or blocks as `cast` with `ends`
+// writes them.
 #define DFG_GEMM_GROUPS_PARAMETERS                                                                 \
   const at::Tensor &a, const at::Tensor &b, int64_t a_options, int64_t b_options,                  \
       const at::Tensor &a_scales, const at::Tensor &b_scales, int64_t gemm, at::IntArrayRef sizes, \

@@ -202,8 +202,8 @@ void set_matrix(Args& args, const at::Tensor& x) {
   args.rows = x.size(0);
   args.columns = x.size(1);
   args.row_stride = args.rows > 1 ? x.stride(0) : args.columns;
-  const bool is_readable =
-      (args.columns <= 1 || x.stride(1) == 1) && args.row_stride >= args.columns;
+  const bool is_readable = args.rows == 0 || ((args.columns <= 1 || x.stride(1) == 1) &&
+                                              args.row_stride >= args.columns);
   TORCH_CHECK_VALUE(is_readable, "x has strides ", x.strides(), " for shape ", x.sizes(),
                     "; accepted: last stride 1 and rows that do not overlap, e.g. x.contiguous()");
 }

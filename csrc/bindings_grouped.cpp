@@ -202,7 +202,7 @@ class GroupedFunction : public torch::autograd::Function<GroupedFunction> {
       const bool needs_dgrad = flags & 1, needs_wgrad = flags >> 1 & 1;
       const LayerPlan plan(ctx->saved_data["plan"].toIntVector(),
                            ctx->saved_data["epsilons"].toDoubleVector());
-      const Tensor dy = grads[0].contiguous();
+      const Tensor dy = aligned(grads[0]);
       const Tensor ends = ctx->saved_data["ends"].toTensor();
       const Operands of_dy =
           cast_groups(dy, ends, plan, kGradOutput, ctx->saved_data["delayed"].to<DelayedState>(),

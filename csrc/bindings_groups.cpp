@@ -139,7 +139,9 @@ void check_shapes(DFG_GEMM_GROUPS_PARAMETERS) {
   const bool has_blocks = a_options >> 4 == static_cast<int64_t>(ScaleMode::vec128);
   int64_t rows = 0, widths = 0;
   for (const int64_t size : sizes) {
-    TORCH_CHECK_VALUE(size >= 0, "sizes is ", sizes, "; accepted: counts of at least 0");
+    const int64_t room = a.dim() == 2 ? a.numel() : 0;
+    TORCH_CHECK_VALUE(size >= 0 && size <= room, "sizes is ", sizes,
+                      "; accepted: counts of at least 0 that a has room for");
     rows += size;
     widths += room_for(size, has_blocks ? kBlock : kTile);
   }
@@ -156,7 +158,8 @@ void check_shapes(DFG_GEMM_GROUPS_PARAMETERS) {
   } else {
     const int64_t place = gemm == kFprop ? b.size(0) : b.size(1);
     const int64_t part = gemm == kFprop ? out.size(1) : a.size(1);
-    fits = rows <= a.size(0) && rows == out.size(0) && experts * part <= place;
+    fits = rows <= a.size(0) && rows == out.size(0) && experts * part <= place &&
+           (gemm == kDgrad || a.size(1) == b.size(1));
   }
   TORCH_CHECK_VALUE(fits, "a, b and out have shapes ", a.sizes(), ", ", b.sizes(), " and ",
                     out.sizes(), ", which hold no ", sizes,
@@ -173,6 +176,8 @@ void gemm_groups(DFG_GEMM_GROUPS_PARAMETERS) {
   const auto experts = static_cast<int64_t>(sizes.size());
   const GroupScales of_a("a", a_scales, a_options, experts);
   const GroupScales of_b("b", b_scales, b_options, experts);
+  TORCH_CHECK_VALUE(of_a.is_blocks() == of_b.is_blocks(), "a_options is ", a_options,
+                    " and b_options ", b_options, "; accepted: blocks of 128 in both or in none");
   const auto multiply = [&](const Tensor& left, const Tensor& right, const Tensor& left_scales,
                             const Tensor& right_scales, const Tensor& result) {
     op.call(left, right, a_options, b_options, left_scales, right_scales, std::nullopt,

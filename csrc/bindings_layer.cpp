@@ -21,11 +21,6 @@ std::deque<std::array<int64_t, kGemms>>& counters() {
   return all;
 }
 
-Tensor aligned(const Tensor& buffer) {
-  const bool is_aligned = reinterpret_cast<uintptr_t>(buffer.const_data_ptr()) % kTile == 0;
-  return is_aligned && buffer.is_contiguous() ? buffer : buffer.clone(at::MemoryFormat::Contiguous);
-}
-
 }  // namespace
 
 LayerPlan::LayerPlan(at::IntArrayRef words, at::ArrayRef<double> epsilons) {
@@ -90,12 +85,17 @@ void count(const LayerPlan& plan, Gemm gemm, int64_t times) {
   counters()[static_cast<size_t>(plan.counter)][gemm] += times;
 }
 
+Tensor aligned(const Tensor& buffer) {
+  const bool is_aligned = reinterpret_cast<uintptr_t>(buffer.const_data_ptr()) % kTile == 0;
+  return is_aligned && buffer.is_contiguous() ? buffer : buffer.clone(at::MemoryFormat::Contiguous);
+}
+
 Tensor in_memory_order(const Operand& column) {
   return column.options || !column.matrix.defined() ? column.matrix : column.matrix.t();
 }
 
 Operand unpacked(const Tensor& matrix, const Tensor& scales, int64_t options) {
-  if (!options) return {matrix.t(), {}, 0};
+  if (!options) return {aligned(matrix).t(), {}, 0};
   return {aligned(matrix), aligned(scales), options};
 }
 

@@ -60,6 +60,9 @@ struct Below {
   c10::impl::ExcludeDispatchKeyGuard autocast{c10::autocast_dispatch_keyset};
 };
 
+// Contiguous and at an address that GEMMs take: itself, or a copy.
+at::Tensor aligned(const at::Tensor& buffer);
+
 // What hooks of saved tensors see, and may give back in strides of their own: Identity's column
 // plane is the transpose of what is stored.
 at::Tensor in_memory_order(const Operand& column);

@@ -22,6 +22,7 @@ from .formats.requests import DelayedScalingRequest
 from .reference.elements import FLT_MAX, FP8_MAX
 
 _NOT_RUN = -1.0
+Absent = dict[tuple[Any, str], "DelayedSlot"]  # by group and sort_key: of modules not run here
 
 
 class DelayedSlot:
@@ -76,11 +77,28 @@ class DelayedSlot:
     def adopt(self, request: DelayedScalingRequest, group: Any, name: str) -> None:
         """Follow another request of the same element; the newest rows of the history are kept."""
         self.request, self.group, self.name = request, group, name
-        length, kept = request.amax_history_len, len(self.history)
-        if length < kept:
-            self.history = self.history[-length:].clone()
-        elif length > kept:
-            self.history = torch.cat((self.history.new_zeros(length - kept), self.history))
+        self.history = _of_length(self.history, request.amax_history_len)
+
+    def follow(self, other: DelayedSlot) -> None:
+        """Go on from another slot's scale and history."""
+        self.scale.copy_(other.scale)
+        history = _of_length(other.history, len(self.history))
+        self.history.copy_(history)
+
+    def description(self) -> tuple:
+        """What another rank needs to keep a slot of its own in step with this one."""
+        made_of = (self.key, self.name, self.request, self.element)
+        return made_of, self.incarnation, self.scale.tolist(), self.history.tolist()
+
+    @classmethod
+    def described(cls, description: tuple, group: Any, device: torch.device) -> DelayedSlot:
+        """The slot of a module that only other ranks of ``group`` have run so far."""
+        made_of, incarnation, scale, history = description
+        slot = cls(*made_of, device, owner=-1)
+        slot.incarnation, slot.group = incarnation, group
+        slot.scale.copy_(torch.tensor(scale))
+        slot.history.copy_(torch.tensor(history))
+        return slot
 
     def __deepcopy__(self, memo) -> DelayedSlot:
         twin = object.__new__(type(self))
@@ -97,25 +115,39 @@ class DelayedSlot:
         return {**self.__dict__, "group": None, "held": None}
 
 
-def update_slots(slots: list[DelayedSlot]) -> None:
+def update_slots(slots: list[DelayedSlot], absent: Absent | None = None) -> None:
     """Reduce the pending amaxes per group and update every slot that ran on some rank.
 
+    absent: slots that other ranks have and this one does not yet, updated like its own; changed
+    here when the ranks' slots differ, so that a module which first runs later has their scale.
     Raises RuntimeError for several ranks in a captured graph: they compare their slots on the host.
     """
+    absent = {} if absent is None else absent
     groups: dict[Any, list[DelayedSlot]] = {}
     shared = [slot for slot in slots if slot.group is not None]
     for slot in sorted(shared, key=lambda slot: slot.sort_key):
         groups.setdefault(slot.group, []).append(slot)
+    here = {(group, slot.sort_key) for group, those in groups.items() for slot in those}
+    for key in [key for key in absent if key in here or key[0] not in groups]:
+        del absent[key]
     for group in sorted(groups, key=collectives.group_ranks):
-        if collectives.group_size(group) > 1:
+        if collectives.communicates(group):
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     f"end_step() reduces delayed scales over {collectives.group_size(group)} ranks "
                     "and cannot be captured; end the step outside of the graph"
                 )
-            _reduce_pending(groups[group], group)
+            try:
+                _reduce_pending(groups[group], group, absent)
+            except RuntimeError as error:
+                error.add_note(
+                    f"end_step() compares delayed scales with ranks "
+                    f"{collectives.group_ranks(group)}: each of them must have run a module of "
+                    "this group, and must end the step too"
+                )
+                raise
     on_device: dict[torch.device, list[DelayedSlot]] = {}
-    for slot in slots:
+    for slot in (*slots, *absent.values()):
         on_device.setdefault(slot.scale.device, []).append(slot)
     for device, its_slots in on_device.items():
         if why_unavailable(device):
@@ -143,19 +175,44 @@ def _state(slot: DelayedSlot) -> DelayedState:
     return state
 
 
-def _reduce_pending(slots: list[DelayedSlot], group: Any) -> None:
+def _reduce_pending(slots: list[DelayedSlot], group: Any, absent: Absent) -> None:
     """One flat MAX; ranks whose slot lists differ exchange them and reduce the union."""
-    names = [slot.sort_key for slot in slots]
-    if not collectives.all_equal(text_hash("\n".join(names)), group, slots[0].pending.device):
-        names = sorted(set().union(*collectives.all_gather_object(names, group)))
-    position = {name: i for i, name in enumerate(names)}
-    flat = torch.full((len(names),), _NOT_RUN, device=slots[0].pending.device)
+    device = slots[0].pending.device
+    names = {slot.sort_key for slot in slots} | {name for g, name in absent if g == group}
+    if not collectives.all_equal(text_hash("\n".join(sorted(names))), group, device):
+        names = _exchange(slots, group, absent)
+    position = {name: i for i, name in enumerate(sorted(names))}
+    flat = torch.full((len(names),), _NOT_RUN, device=device)
+    slots = [*slots, *(slot for (g, _), slot in absent.items() if g == group)]
     for slot in slots:
         index = position[slot.sort_key]
         flat[index] = torch.maximum(flat[index], slot.pending[0])
     collectives.all_reduce_max(flat, group)
     for slot in slots:
         slot.pending.copy_(flat[position[slot.sort_key]])
+
+
+def _exchange(slots: list[DelayedSlot], group: Any, absent: Absent) -> set[str]:
+    """Names of the slots of all ranks; those that this one does not have become ``absent``."""
+    own = {slot.sort_key: slot.description() for slot in slots}
+    every: dict[str, tuple] = {}
+    for described in reversed(collectives.all_gather_object(own, group)):  # the first rank's count
+        every.update(described)
+    for key in [key for key in absent if key[0] == group and key[1] not in every]:
+        del absent[key]
+    device = slots[0].pending.device
+    for name in every.keys() - own.keys():
+        if (group, name) not in absent:
+            absent[group, name] = DelayedSlot.described(every[name], group, device)
+    return set(every)
+
+
+def _of_length(history: torch.Tensor, length: int) -> torch.Tensor:
+    """The newest ``length`` rows; zeros in front where there are fewer."""
+    kept = len(history)
+    if length < kept:
+        return history[-length:].clone()
+    return history if length == kept else torch.cat((history.new_zeros(length - kept), history))
 
 
 def _update(slot: DelayedSlot) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from .delayed import DelayedSlot, update_slots
+from .delayed import Absent, DelayedSlot, update_slots
 from .formats.fused_options import advance_rounding_step
 
 
@@ -27,6 +27,7 @@ class _Steps:
     user_driven: bool = False
     postponed: bool = False
     slots: Any = dataclasses.field(default_factory=weakref.WeakSet)
+    absent: Absent = dataclasses.field(default_factory=dict)
 
 
 _steps = _Steps()
@@ -50,6 +51,13 @@ def register_slot(slot: DelayedSlot) -> None:
 def registered_slots() -> list[DelayedSlot]:
     """The delayed slots that are alive in this process."""
     return list(_steps.slots)
+
+
+def follow_absent(slot: DelayedSlot, group: Any) -> None:
+    """Start a slot from what its module's other ranks in ``group`` reached before it ran here."""
+    kept = _steps.absent.get((group, slot.sort_key))
+    if kept is not None:
+        slot.follow(kept)
 
 
 def end_step() -> None:
@@ -84,7 +92,7 @@ def _end_or_postpone() -> None:
 
 
 def _end_step() -> None:
-    update_slots(registered_slots())
+    update_slots(registered_slots(), _steps.absent)
     _steps.completed += 1
     advance_rounding_step(_steps.completed)
     _steps.forward_seen = _steps.postponed = False

@@ -193,7 +193,7 @@ int64_t ceil_to(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Eight to sixteen sizes for each power of two, itself included.
+// Eight sizes for each power of two from 256 on, itself included; below every multiple of 16.
 int64_t coarse(int64_t size) {
   int64_t step = kTile;
   while (16 * step < size) step *= 2;

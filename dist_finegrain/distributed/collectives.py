@@ -1,13 +1,17 @@
 """The only caller of torch.distributed. Every function takes its group; None means no group.
 
-A group of one rank skips the call. ``group_size(None)`` is 1: nothing ever reduces over the default
-world group. What runs is counted for ``comm_report``: ``module`` is the name under which, ``what``
-says what was carried.
+A group of one rank skips the call, except inside ``lone_ranks_communicate``, by which tests run on
+one rank what several run. ``group_size(None)`` is 1: nothing ever reduces over the default world
+group. What runs is counted for ``comm_report``: ``module`` is the name under which, ``what``
+says what was carried. A backend's threads may hold what they were given for a while after the call:
+they get aliases without a graph, or the module that made it would live on with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,10 +23,28 @@ from . import traffic
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_smallest_group = 2  # that communicates
+
+
+@contextlib.contextmanager
+def lone_ranks_communicate() -> Iterator[None]:
+    """For debugging: groups of one rank run every collective that a larger group would."""
+    global _smallest_group
+    before, _smallest_group = _smallest_group, 1
+    try:
+        yield
+    finally:
+        _smallest_group = before
+
 
 def group_size(group: Any) -> int:
     """Number of ranks in ``group``."""
     return 1 if group is None else dist.get_world_size(group)
+
+
+def communicates(group: Any) -> bool:
+    """Whether the ranks of ``group`` exchange anything: there are several, or it is forced."""
+    return group is not None and group_size(group) >= _smallest_group
 
 
 def group_rank(group: Any) -> int:
@@ -39,24 +61,24 @@ def all_reduce_max(
     tensor: torch.Tensor, group: Any, *, kind: str = "max", module: str = "", what: str = ""
 ) -> None:
     """Elementwise maximum over the group, in place."""
-    if group_size(group) > 1:
+    if communicates(group):
         _count_reduction(kind, tensor, group, module, what)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(tensor.detach(), op=dist.ReduceOp.MAX, group=group)
 
 
 def all_reduce_sum(
     tensor: torch.Tensor, group: Any, *, module: str = "", what: str = ""
 ) -> torch.Tensor:
     """Sum over the group, in place; returns ``tensor``."""
-    if group_size(group) > 1:
+    if communicates(group):
         _count_reduction("sum", tensor, group, module, what)
-        dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+        dist.all_reduce(tensor.detach(), op=dist.ReduceOp.SUM, group=group)
     return tensor
 
 
 def reduce_max_together(tensors: list[torch.Tensor], group: Any, *, module: str = "") -> None:
     """Maximum over the group of several FP32 tensors with one all-reduce, in place."""
-    if group_size(group) == 1:
+    if not communicates(group):
         return
     flat = torch.cat([t.reshape(-1) for t in tensors])
     all_reduce_max(flat, group, module=module, what="amaxes")
@@ -82,20 +104,21 @@ def start_gather(
     tensor: torch.Tensor, group: Any, *, kind: str, module: str = "", what: str = ""
 ) -> PendingGather:
     """Launch an all-gather along dim 0 of a contiguous [m, ...] and return at once."""
-    ranks = group_size(group)
-    if ranks == 1:
+    if not communicates(group):
         return PendingGather(tensor, tensor, None)
+    ranks = group_size(group)
     traffic.count(kind, module, what, (ranks - 1) * _nbytes(tensor))
     received = tensor.new_empty((tensor.shape[0] * ranks, *tensor.shape[1:]))
-    work = _all_gather(received, tensor, group=group, async_op=True)
-    return PendingGather(tensor, received, work)
+    sent = tensor.detach()
+    work = _all_gather(received.detach(), sent, group=group, async_op=True)
+    return PendingGather(sent, received, work)
 
 
 def all_gather_rows(
     tensor: torch.Tensor, group: Any, *, module: str = "", what: str = ""
 ) -> torch.Tensor:
     """[m, ...] of each rank joined along dim 0: [m · ranks, ...]."""
-    if group_size(group) == 1:
+    if not communicates(group):
         return tensor
     options = {"kind": "gather rows", "module": module, "what": what}
     return start_gather(tensor.contiguous(), group, **options).wait()
@@ -105,13 +128,13 @@ def reduce_scatter_rows(
     tensor: torch.Tensor, group: Any, *, module: str = "", what: str = ""
 ) -> torch.Tensor:
     """Sum over the group of [m · ranks, ...]; this rank's piece [m, ...]."""
-    ranks = group_size(group)
-    if ranks == 1:
+    if not communicates(group):
         return tensor
+    ranks = group_size(group)
     tensor = tensor.contiguous()
     result = tensor.new_empty((tensor.shape[0] // ranks, *tensor.shape[1:]))
     traffic.count("scatter sum", module, what, (ranks - 1) * _nbytes(result))
-    _reduce_scatter(result, tensor, group=group)
+    _reduce_scatter(result.detach(), tensor.detach(), group=group)
     return result
 
 

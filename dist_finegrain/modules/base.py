@@ -222,13 +222,14 @@ class QuantizedModule(torch.nn.Module):
         state = self._delayed.get(key)
         if state is None:
             state = DelayedSlot(key, self.name, request, element, device, self._owner)
+            stepping.follow_absent(state, group)
         return DelayedUse(state, request, group)
 
     def _delayed_group(self, request: DelayedScalingRequest, frame: Frame) -> Any:
         """Where this request's amaxes are reduced; refuses groups that would give wrong scales."""
         own = self.quantization_group()
         group = frame.amax_reduction_group or own
-        if collectives.group_size(group) <= 1 and collectives.group_size(own) <= 1:
+        if not collectives.communicates(group) and not collectives.communicates(own):
             return None
         missing = set(collectives.group_ranks(own)) - set(collectives.group_ranks(group))
         if missing:
@@ -269,6 +270,7 @@ class QuantizedModule(torch.nn.Module):
             self._trained = binding
             for use in binding.delayed:
                 use.slot.adopt(use.request, use.group, self.name)
+                stepping.follow_absent(use.slot, use.group)
         self._training_forwards += 1
         if self._training_forwards == _FORWARDS_BEFORE_WARNING + 1:
             _warn_never_ending_step()

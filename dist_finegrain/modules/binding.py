@@ -107,7 +107,7 @@ def agreed(resolve: Callable[[], tuple[Any, str]], site: Site, group: Any, devic
 
     Also when ``resolve`` raises on some rank, every rank takes part in the comparison and raises.
     """
-    if collectives.group_size(group) == 1:
+    if not collectives.communicates(group):
         return resolve()[0]
     result, error = None, None
     try:

@@ -17,7 +17,7 @@ from ..formats.plane import DIRECTIONS
 from ..formats.quantizer import Quantizer
 from ..ops import grouped_kernels, lt
 from ..ops.gemm import gemm_counter, scale_kind
-from ..ops.grouped import GroupedKernel
+from ..ops.grouped import MOST_EXPERTS, GroupedKernel
 from ..roles import LINEAR_GEMMS
 from .binding import Binding
 from .direct_linear import DTYPES, SLOTS, pack_slot
@@ -61,6 +61,9 @@ class DirectGrouped:
             runs = {grouped_kernels.cublaslt}
             if gemm.gemm == "wgrad" and not any(getattr(f, "dtype", None) for f in (a, b)):
                 runs.add(grouped_kernels.identity)
+            is_16_bit = kernel is not None and kernel.run is grouped_kernels.identity
+            if is_16_bit and len(quantizers["weight"]) > MOST_EXPERTS:
+                return None
             if kernel is None or kernel.run not in runs:
                 return None
             if {scale_kind(a), scale_kind(b)} == {"tensor", "row"}:
@@ -83,7 +86,7 @@ class DirectGrouped:
 
     @staticmethod
     def takes(x: torch.Tensor, weights: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
-        """Whether these are plain contiguous 16-bit matrices [M, K] and E times [N, K]."""
+        """Whether x [M, K] is contiguous and all are plain 16-bit tensors."""
         if dtype not in DTYPES or x.dtype != dtype or type(x) is not torch.Tensor:
             return False
         are_plain = all(
@@ -117,10 +120,9 @@ class DirectGrouped:
 
     def _weight_ends(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         rows, device = weights[0].shape[0], weights[0].device
-        found = self.weight_ends.get(rows)
-        if found is None:
-            found = weight_ends(len(weights), rows, device)
-            # What a capture makes holds nothing before the graph is replayed.
-            if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-                self.weight_ends[rows] = found
-        return found
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # A graph's own: it lives as long as its replays, and holds nothing before them.
+            return weight_ends(len(weights), rows, device)
+        if rows not in self.weight_ends:
+            self.weight_ends[rows] = weight_ends(len(weights), rows, device)
+        return self.weight_ends[rows]

@@ -56,7 +56,9 @@ def quantizers_of(binding: Binding, experts: int) -> dict[str, list[Quantizer]]:
 
 def formats_of(quantizer: Quantizer) -> tuple:
     """What must be equal for two experts to be cast together."""
-    return (*map(quantizer.plane_format, DIRECTIONS), quantizer.columnwise_source)
+    row, column = map(quantizer.child, DIRECTIONS)
+    formats = map(quantizer.plane_format, DIRECTIONS)
+    return (*formats, quantizer.columnwise_source, row is column)
 
 
 def why_not_together(kind: str, quantizers: Sequence[Quantizer], why_unfused: str) -> str:
@@ -64,7 +66,7 @@ def why_not_together(kind: str, quantizers: Sequence[Quantizer], why_unfused: st
 
     why_unfused: why the device has no compiled casts.
     """
-    row, column, _ = first = formats_of(quantizers[0])
+    row, column, *_ = first = formats_of(quantizers[0])
     for index, quantizer in enumerate(quantizers):
         if formats_of(quantizer) != first:
             return f"{kind} of experts 0 and {index} differ in format"

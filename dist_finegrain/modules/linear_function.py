@@ -76,7 +76,7 @@ class LinearCall:
 
     def _gathers(self, mode: str) -> bool:
         is_sharded = self.parallel_mode == mode and self.sequence_parallel
-        return is_sharded and collectives.group_size(self.group) > 1
+        return is_sharded and collectives.communicates(self.group)
 
     def job(self, tensor_type: str, x: torch.Tensor, rowwise: bool, columnwise: bool) -> CastJob:
         """The cast of one operand, with its scale group and the place of this rank's shard.

@@ -40,9 +40,9 @@ class _SumGradient(torch.autograd.Function):
 
 def gather_rows(x: torch.Tensor, group: Any) -> torch.Tensor:
     """x [m, ...] of every rank of ``group`` joined along dim 0: [m · ranks, ...]."""
-    return x if collectives.group_size(group) == 1 else _GatherRows.apply(x, group)
+    return _GatherRows.apply(x, group) if collectives.communicates(group) else x
 
 
 def sum_gradient(x: torch.Tensor, group: Any) -> torch.Tensor:
     """x itself, equal on all ranks of ``group``, each of which computes a part of its gradient."""
-    return x if collectives.group_size(group) == 1 else _SumGradient.apply(x, group)
+    return _SumGradient.apply(x, group) if collectives.communicates(group) else x

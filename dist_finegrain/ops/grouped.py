@@ -25,7 +25,7 @@ from .gemm import Kernel, PairRefused, scale_kind, select
 from .matmul import _exact_in_bf16, emulation_note
 
 GEMMS = ("fprop", "dgrad", "wgrad")
-_MOST_EXPERTS = 1023  # of torch's grouped kernels
+MOST_EXPERTS = 1023  # of torch's grouped kernels
 _ROW_SCALED = ("tensor", "row")
 _MULTIPLE = 16  # of K and N, of the native kernel
 _BLOCK = 128  # of weights in 128×128 blocks, so that none reaches over experts
@@ -115,10 +115,10 @@ def _check_operands(
         got = tensor if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)} {tensor.device}"
         is_list = tensor is not None and tuple(tensor.shape) == (count,)
         is_list = is_list and tensor.dtype == torch.int32 and tensor.device == device
-        if not (is_list and 1 <= count <= _MOST_EXPERTS):
+        if not (is_list and 1 <= count <= MOST_EXPERTS):
             raise ValueError(
                 f"{what} of a {name} is {got}; accepted: torch.int32 [E] on {device}, one end for "
-                f"each of 1 to {_MOST_EXPERTS} experts, as cast_grouped takes and returns them"
+                f"each of 1 to {MOST_EXPERTS} experts, as cast_grouped takes and returns them"
             )
     if name != "wgrad" and b.count != len(ends):
         raise ValueError(

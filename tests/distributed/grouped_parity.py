@@ -9,6 +9,7 @@ those of the whole layer, and no other collective may run.
 from __future__ import annotations
 
 import itertools
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,19 @@ import dist_finegrain as dfg
 from dist_finegrain.distributed import collectives
 from dist_finegrain.modules.grouped_linear_function import GroupedCall
 from dist_finegrain.roles import LINEAR_GEMMS
-from tests.distributed.linear_parity import NORM_LIMIT, STEPS, Case, relative_norm, shard
+from tests.distributed.format_pairs import factory_of
+from tests.distributed.linear_parity import (
+    NORM_LIMIT,
+    STEPS,
+    Case,
+    relative_norm,
+    shard,
+    usual_sizes,
+)
 from tests.planes import planes_differ, region_of
 from tests.recipes import ALL, emulated
 
-SPLIT, K, N = [33, 0, 90, 5], 512, 768
+SPLIT, K, N = [33, 0, 90, 5], 512, 768  # usual_sizes has another N on more ranks
 _REDUCTIONS = ("all_gather_rows", "all_reduce_sum", "reduce_scatter_rows")
 
 
@@ -62,6 +71,7 @@ class GroupedCase:
         self.name = f"{recipe_name}/{mode}/{dtype}"
         self.recipe_name, self.mode, self.dtype, self.group = recipe_name, mode, dtype, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        _, K, N = usual_sizes(self.ranks)
         generator = torch.Generator().manual_seed(len(recipe_name))
 
         def data(*shape):
@@ -112,7 +122,7 @@ class GroupedCase:
 
     def run(self) -> list[str]:
         """Errors of this rank."""
-        errors, recipe = [], emulated(ALL[self.recipe_name])
+        errors, recipe = [], emulated(factory_of(self.recipe_name))
         for step in range(STEPS):
             pairs, whole, part = self.step(recipe)
             loose = {}
@@ -147,16 +157,15 @@ def run_cases(recipes: list[str], reduce: bool = True) -> dict:
     """
     torch.set_num_threads(1)
     group = dist.new_group(list(range(dist.get_world_size())))
-    for name in _REDUCTIONS:
-        setattr(collectives, name, _refused)
     if not reduce:
         collectives.reduce_max_together = lambda tensors, group: None
     errors, cases = [], 0
-    for recipe, mode, dtype in itertools.product(
-        recipes, ("column", "row"), (torch.bfloat16, torch.float32)
-    ):
-        errors += GroupedCase(recipe, mode, dtype, group).run()
-        cases += 1
+    with mock.patch.multiple(collectives, **dict.fromkeys(_REDUCTIONS, _refused)):
+        for recipe, mode, dtype in itertools.product(
+            recipes, ("column", "row"), (torch.bfloat16, torch.float32)
+        ):
+            errors += GroupedCase(recipe, mode, dtype, group).run()
+            cases += 1
     return {"cases": cases, "errors": errors}
 
 

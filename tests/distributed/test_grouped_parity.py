@@ -1,4 +1,4 @@
-"""One GroupedLinear on two ranks equals the same on one, without a collective of its own."""
+"""GroupedLinear on ranks: scales that do not agree are noticed, and what groups must be."""
 
 from __future__ import annotations
 
@@ -6,17 +6,8 @@ import pytest
 
 from tests.distributed.grouped_parity import N, run_cases, run_group_rules
 from tests.distributed.launch import run_ranks
-from tests.recipes import ALL
 
 TIMEOUT = 600
-
-
-@pytest.mark.slow
-def test_every_recipe_mode_and_dtype_on_two_ranks():
-    reports = run_ranks(run_cases, 2, sorted(ALL), timeout=TIMEOUT)
-    for rank, report in enumerate(reports):
-        assert report["cases"] == len(ALL) * 4
-        assert not report["errors"], f"rank {rank}:\n" + "\n".join(report["errors"])
 
 
 @pytest.mark.parametrize("recipe", ["current", "nvfp4_1d"])

@@ -1,4 +1,4 @@
-"""LayerNormLinear and LayerNormMLP on two ranks equal the same modules on one, over SGD steps."""
+"""LayerNormLinear and LayerNormMLP over a mesh equal one rank; broken reductions are noticed."""
 
 from __future__ import annotations
 
@@ -8,20 +8,12 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.layernorm_parity import refused_over_a_mesh, run_cases
 
 TIMEOUT = 300
-RECIPES = ["identity", "current", "delayed", "block", "mxfp8", "mxfp8_2d", "dequantized_columns"]
 
 
 def assert_no_errors(reports, cases):
     for rank, report in enumerate(reports):
         assert report["cases"] == cases
         assert not report["errors"], f"rank {rank}:\n" + "\n".join(report["errors"])
-
-
-def test_tensor_and_sequence_parallel():
-    reports = run_ranks(run_cases, 2, RECIPES, timeout=TIMEOUT)
-    assert_no_errors(reports, len(RECIPES) * 8)
-    # Were no sum ever cut differently, the limits would be vacuous.
-    assert all(max(r["largest"][name] for r in reports) > 0 for name in RECIPES)
 
 
 def test_over_a_device_mesh():
