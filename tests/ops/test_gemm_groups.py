@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_refused_by_name(device):
         (r"which hold no \[8, 0\] rows", {"sizes": [8, 0]}),
         ("for 3 experts|hold no", {"sizes": [16, 0, 0]}),
         ("a_options is 83; accepted: FP8 with scales", {"a_options": 3 | 5 << 4}),
-        ("1x128 blocks of every expert", {"a_options": 3 | 3 << 4, "a_scales": ones[:, None]}),
+        ("blocks of 128 in both or in none", {"a_options": 3 | 3 << 4, "a_scales": ones[:, None]}),
         (r"b_scales is Float \[3\]", {"b_scales": torch.ones(3, device=device)}),
         ("one for each row of every expert", {"a_options": 3 | 2 << 4}),
         ("no .* rows of experts", {"gemm": 1}),
