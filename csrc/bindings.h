@@ -62,9 +62,9 @@ using OptionalTensor = std::optional<at::Tensor>;
 #define DFG_GEMM_GROUPS_PARAMETERS                                                                 \
   const at::Tensor &a, const at::Tensor &b, int64_t a_options, int64_t b_options,                  \
       const at::Tensor &a_scales, const at::Tensor &b_scales, int64_t gemm, at::IntArrayRef sizes, \
-      const at::Tensor &out, bool fast
+      const c10::List<OptionalTensor>&out, bool accumulate, bool fast
 #define DFG_GEMM_GROUPS_ARGUMENTS \
-  a, b, a_options, b_options, a_scales, b_scales, gemm, sizes, out, fast
+  a, b, a_options, b_options, a_scales, b_scales, gemm, sizes, out, accumulate, fast
 
 // Checked arguments; ValueError or TypeError names the argument, what was got and what is accepted.
 CastArgs cast_args(DFG_CAST_PARAMETERS);

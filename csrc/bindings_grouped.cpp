@@ -92,10 +92,10 @@ Operands cast_groups(const Tensor& x, const Tensor& ends, const LayerPlan& plan,
 }
 
 void multiply(const LayerPlan& plan, Gemm gemm, const Operand& a, const Operand& b,
-              at::IntArrayRef sizes, const Tensor& out) {
+              at::IntArrayRef sizes, c10::List<OptionalTensor> out) {
   count(plan, gemm, static_cast<int64_t>(sizes.size()));
   gemm_groups(a.matrix, b.matrix, gemm_options(a.options), gemm_options(b.options), a.scales,
-              b.scales, gemm, sizes, out, plan.fast[gemm]);
+              b.scales, gemm, sizes, out, false, plan.fast[gemm]);
 }
 
 // dW of Identity: torch's grouped kernel, which reads the sizes on the device.
@@ -166,7 +166,7 @@ Forward forward(DFG_GROUPED_PARAMETERS) {
   const Operands of_w =
       cast_groups(in_one(weights), weight_ends, of, kWeight, delayed, record, true, needs_dgrad);
   const Tensor y = at::empty({x.size(0), weights[0].size(0)}, x.options());
-  multiply(of, kFprop, of_x.row, of_w.row, sizes, y);
+  multiply(of, kFprop, of_x.row, of_w.row, sizes, {y});
   return {y, of_x.column, of_w.column};
 }
 
@@ -210,21 +210,22 @@ class GroupedFunction : public torch::autograd::Function<GroupedFunction> {
       if (needs_dgrad) {
         const Operand w_column = unpacked(saved[2], saved[3], plan.slots[kWeight].column);
         result[0] = at::empty({dy.size(0), w_column.matrix.size(0)}, dy.options());
-        multiply(plan, kDgrad, of_dy.row, w_column, sizes, result[0]);
+        multiply(plan, kDgrad, of_dy.row, w_column, sizes, {result[0]});
       }
       if (needs_wgrad) {
         const Operand x_column = unpacked(saved[0], saved[1], plan.slots[kInput].column);
-        Tensor made;
-        if (!of_dy.column.options || !x_column.options) {
-          made = multiply_16_bit(plan, of_dy.column, x_column, ends);
-        } else {
-          const auto count = static_cast<int64_t>(experts);
-          made = at::empty({count, dy.size(1), x_column.matrix.size(0)}, dy.options());
-          multiply(plan, kWgrad, of_dy.column, x_column, sizes, made);
-        }
+        const bool is_16_bit = !of_dy.column.options || !x_column.options;
+        const auto count = static_cast<int64_t>(experts);
+        const Tensor all =
+            is_16_bit ? multiply_16_bit(plan, of_dy.column, x_column, ends)
+                      : at::empty({count, dy.size(1), x_column.matrix.size(0)}, dy.options());
+        c10::List<OptionalTensor> each;
         for (size_t e = 0; e < experts; ++e) {
-          if (ctx->needs_input_grad(1 + e)) result[1 + e] = made.select(0, static_cast<int64_t>(e));
+          const bool is_wanted = ctx->needs_input_grad(1 + e);
+          if (is_wanted) result[1 + e] = all.select(0, static_cast<int64_t>(e));
+          each.push_back(is_wanted ? OptionalTensor(result[1 + e]) : std::nullopt);
         }
+        if (!is_16_bit) multiply(plan, kWgrad, of_dy.column, x_column, sizes, each);
       }
     }
     return is_again ? refusing_another(std::move(result)) : result;

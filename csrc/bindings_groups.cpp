@@ -6,6 +6,8 @@
 //     dgrad  dX_e = dY_e.row · W_e.colᵀ      A [M, N]                        B [K, E·N]
 //     wgrad  dW_e = dY_e.col · X_e.colᵀ      A [N, Ctot]                     B [K, Ctot]
 //
+// out: one matrix of all tokens, Y [M, N] or dX [M, K]; of a wgrad a matrix [N, K] for each expert,
+// None where it is not wanted, which may be added to.
 // Ctot: the parts of all experts, as `cast` with `ends` writes them: each takes whole tiles or
 // blocks.
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -147,23 +149,30 @@ void check_shapes(DFG_GEMM_GROUPS_PARAMETERS) {
   }
   const auto experts = static_cast<int64_t>(sizes.size());
   const bool is_wgrad = gemm == kWgrad;
-  TORCH_CHECK_VALUE(
-      experts > 0 && a.dim() == 2 && b.dim() == 2 && out.dim() == 2 + is_wgrad,
-      "a, b and out have shapes ", a.sizes(), ", ", b.sizes(), " and ", out.sizes(), " for ",
-      experts, " experts; accepted: matrices of at least one expert, and [E, N, K] of a wgrad");
-  bool fits = false;
-  if (is_wgrad) {
-    fits = widths <= a.size(1) && widths <= b.size(1) && out.size(0) == experts &&
-           out.size(1) <= a.size(0) && out.size(2) <= b.size(0);
-  } else {
-    const int64_t place = gemm == kFprop ? b.size(0) : b.size(1);
-    const int64_t part = gemm == kFprop ? out.size(1) : a.size(1);
-    fits = rows <= a.size(0) && rows == out.size(0) && experts * part <= place &&
-           (gemm == kDgrad || a.size(1) == b.size(1));
+  TORCH_CHECK_VALUE(experts > 0 && a.dim() == 2 && b.dim() == 2, "a and b have shapes ", a.sizes(),
+                    " and ", b.sizes(), " for ", experts,
+                    " experts; accepted: matrices of at least one expert");
+  TORCH_CHECK_VALUE(static_cast<int64_t>(out.size()) == (is_wgrad ? experts : 1) &&
+                        (is_wgrad || (out.get(0) && !accumulate)),
+                    "out has ", out.size(), " entries for ", experts,
+                    " experts; accepted: one matrix, which is ",
+                    "not added to, or one of each expert's wgrad, None where it is not wanted");
+  for (const OptionalTensor& each : out) {
+    if (!each) continue;
+    bool fits = each->dim() == 2;
+    if (fits && is_wgrad) {
+      fits = widths <= a.size(1) && widths <= b.size(1) && each->size(0) <= a.size(0) &&
+             each->size(1) <= b.size(0);
+    } else if (fits) {
+      const int64_t place = gemm == kFprop ? b.size(0) : b.size(1);
+      const int64_t part = gemm == kFprop ? each->size(1) : a.size(1);
+      fits = rows <= a.size(0) && rows == each->size(0) && experts * part <= place &&
+             (gemm == kDgrad || a.size(1) == b.size(1));
+    }
+    TORCH_CHECK_VALUE(fits, "a, b and out have shapes ", a.sizes(), ", ", b.sizes(), " and ",
+                      each->sizes(), ", which hold no ", sizes,
+                      " rows of experts; accepted: what cast with ends made of such");
   }
-  TORCH_CHECK_VALUE(fits, "a, b and out have shapes ", a.sizes(), ", ", b.sizes(), " and ",
-                    out.sizes(), ", which hold no ", sizes,
-                    " rows of experts; accepted: what cast with ends made of such");
 }
 
 }  // namespace
@@ -181,26 +190,27 @@ void gemm_groups(DFG_GEMM_GROUPS_PARAMETERS) {
   const auto multiply = [&](const Tensor& left, const Tensor& right, const Tensor& left_scales,
                             const Tensor& right_scales, const Tensor& result) {
     op.call(left, right, a_options, b_options, left_scales, right_scales, std::nullopt,
-            std::nullopt, result, false, fast);
+            std::nullopt, result, accumulate, fast);
   };
+  const Tensor all_rows = gemm == kWgrad ? Tensor() : *out.get(0);
   for (int64_t e = 0, start = 0; e < experts; ++e) {
     const int64_t size = sizes[static_cast<size_t>(e)], stored = to_tiles(size);
     if (gemm == kWgrad) {
-      const Tensor result = out.select(0, e);
+      const OptionalTensor result = out.get(static_cast<size_t>(e));
       if (size == 0) {
-        result.zero_();
-      } else {
+        if (result && !accumulate) result->zero_();
+      } else if (result) {
         multiply(window(a, 0, start, a.size(0), stored), window(b, 0, start, b.size(0), stored),
                  of_a.of_contraction(e, a.size(0), start, stored),
-                 of_b.of_contraction(e, b.size(0), start, stored), result);
+                 of_b.of_contraction(e, b.size(0), start, stored), *result);
       }
       start += room_for(size, of_a.group_multiple());
       continue;
     }
     if (size == 0) continue;
-    const int64_t rows = gemm == kFprop ? out.size(1) : b.size(0), contraction = a.size(1);
+    const int64_t rows = gemm == kFprop ? all_rows.size(1) : b.size(0), contraction = a.size(1);
     const Tensor left = window(a, start, 0, size, contraction);
-    const Tensor result = window(out, start, 0, size, out.size(1));
+    const Tensor result = window(all_rows, start, 0, size, all_rows.size(1));
     const Tensor left_scales = of_a.of_rows(e, start, size, stored);
     const Tensor right = gemm == kFprop ? window(b, e * rows, 0, rows, contraction)
                                         : window(b, 0, e * contraction, rows, contraction);
@@ -210,7 +220,7 @@ void gemm_groups(DFG_GEMM_GROUPS_PARAMETERS) {
       // 1×128 scales need whole tiles of rows.
       const Tensor own = at::empty({stored, contraction}, a.options());
       own.narrow(0, 0, size).copy_(left);
-      const Tensor all = at::empty({stored, out.size(1)}, out.options());
+      const Tensor all = at::empty({stored, all_rows.size(1)}, all_rows.options());
       multiply(own, right, left_scales, right_scales, all);
       Tensor(result).copy_(all.narrow(0, 0, size));
     } else {

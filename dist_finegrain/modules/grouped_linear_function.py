@@ -223,13 +223,22 @@ class GroupedCall:
         if self._is_loop("wgrad"):
             self._each_into_main_grad(dy_col, x_col)
         else:
-            is_rounded = self.kernels["wgrad"].rounds_to_bf16
-            dtype = torch.bfloat16 if is_rounded else torch.float32
-            made = self.run("wgrad", dy_col, x_col, dtype).unbind()
-            for parameter, gradient in zip(self.parameters, made, strict=True):
-                if parameter.requires_grad:
-                    _add_to_main_grad(parameter, gradient)
+            self._all_into_main_grad(dy_col, x_col)
         return [_dummy_gradient(parameter) for parameter in self.parameters]
+
+    def _all_into_main_grad(self, dy_col: Operand, x_col: Operand) -> None:
+        def adds(parameter) -> bool:
+            return not getattr(parameter, "overwrite_main_grad", False)
+
+        trained = [p for p in self.parameters if p.requires_grad]
+        for kind in dict.fromkeys((p.main_grad.dtype, adds(p)) for p in trained):
+            chosen = {id(p) for p in trained if (p.main_grad.dtype, adds(p)) == kind}
+            grouped_gemm(
+                self.kernels["wgrad"], "wgrad", dy_col.tokens, x_col.tokens, self.ends, kind[0],
+                column_ends=dy_col.column_ends, sizes=self.sizes,
+                fast=self.binding.is_fast("wgrad"), accumulate=kind[1],
+                out=[p.main_grad if id(p) in chosen else None for p in self.parameters],
+            )  # fmt: skip
 
     def _each_into_main_grad(self, dy_col: Operand, x_col: Operand) -> None:
         pairs = zip(dy_col.each(self.sizes), x_col.each(self.sizes), strict=True)

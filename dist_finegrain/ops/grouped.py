@@ -22,6 +22,7 @@ from ..formats.plane import Format, Plane
 from . import grouped_kernels as kernels
 from .experts import Experts, column_widths
 from .gemm import Kernel, PairRefused, scale_kind, select
+from .lt import is_aligned
 from .matmul import _exact_in_bf16, emulation_note
 
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -40,11 +41,13 @@ class GroupedKernel(Kernel):
     reason: why not a native kernel of all experts, or what that one costs. needs_sizes: on CUDA the
     experts' token counts must be known on the host (``sizes`` of ``grouped_gemm``). is_loop: of
     single GEMMs. rounds_to_bf16: the products are rounded to BF16 whatever dtype is asked for.
+    writes_each: into a matrix of each expert's wgrad, which it can add to, without a temporary.
     """
 
     needs_sizes: bool = False
     is_loop: bool = False
     rounds_to_bf16: bool = False
+    writes_each: bool = False
 
 
 def grouped_gemm(
@@ -57,10 +60,10 @@ def grouped_gemm(
     *,
     column_ends: torch.Tensor | None = None,
     sizes: Sequence[int] | None = None,
-    out: torch.Tensor | None = None,
+    out: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     accumulate: bool = False,
     fast: bool = False,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """The GEMM ``name`` of every expert, by the kernel that ``select_grouped`` chose for it.
 
     fprop, dgrad: ``a`` is the grouped row plane of X [M, K] or dY [M, N] (``cast_grouped``), ``b``
@@ -71,26 +74,49 @@ def grouped_gemm(
     CUDA, where rows after it would stay unwritten). column_ends: those of the column planes, for
     wgrad. sizes: tokens of each expert, where the host knows them.
     out: receives the result, of its shape and ``out_dtype``; accumulate: add to ``out``, in FP32
-    when it is FP32. fast: fast accumulation where the kernel has it.
+    when it is FP32. For wgrad it may also be E matrices [N, K], None where an expert's is not
+    wanted; the result is None then. fast: fast accumulation where the kernel has it.
 
     Raises TypeError for a ``b`` of another kind and ValueError for arguments that do not fit, by
     name, before any launch.
     """
-    _check_operands(name, a, b, ends, column_ends)
+    of_torch = not (kernel.is_loop or kernel.needs_sizes)
+    _check_operands(name, a, b, ends, column_ends, MOST_EXPERTS if of_torch else None)
     rows, columns = a.shape[0], b.shape[0]
     shape = (len(ends), rows, columns) if name == "wgrad" else (rows, columns)
-    _check_out(out, accumulate, shape, out_dtype, ends.device)
+    each = None if out is None or isinstance(out, torch.Tensor) else tuple(out)
+    if each is None:
+        _check_out("out", out, accumulate, shape, out_dtype, ends.device)
+    else:
+        _check_each(each, name, accumulate, shape, out_dtype, ends.device)
     sizes = _checked_sizes(kernel, name, a, ends, column_ends, sizes)
     product = kernels.Product(
         name, a, b, ends, column_ends, sizes, out_dtype, fast and kernel.has_fast
     )
+    if each and kernel.writes_each and all(map(_is_written_in_place, each)):
+        product = dataclasses.replace(product, outs=each, accumulate=accumulate)
+    elif each:  # rounded once, with what it is added to
+        product = dataclasses.replace(product, out_dtype=torch.float32)
     if 0 in (*a.shape, columns):
         result = torch.zeros(shape, dtype=out_dtype, device=a.parts[0].device)
     else:
         result = kernel.run(product)
     if out is None:
         return result.to(out_dtype)
-    return out.add_(result) if accumulate else out.copy_(result)
+    if each is None:
+        return out.add_(result) if accumulate else out.copy_(result)
+    if result is not None:
+        for matrix, made in zip(each, result, strict=True):
+            if matrix is not None:
+                matrix.add_(made) if accumulate else matrix.copy_(made)
+    return None
+
+
+def _is_written_in_place(matrix: torch.Tensor | None) -> bool:
+    """Whether a kernel that ``writes_each`` can write there, or has nothing to write."""
+    if matrix is None:
+        return True
+    return matrix.dtype != torch.float16 and matrix.is_contiguous() and is_aligned(matrix)
 
 
 def _check_operands(
@@ -99,6 +125,7 @@ def _check_operands(
     b: Experts | Plane,
     ends: torch.Tensor,
     column_ends: torch.Tensor | None,
+    most: int | None,
 ) -> None:
     if name not in GEMMS:
         raise ValueError(f"name is {name!r}; accepted: {', '.join(GEMMS)}, e.g. name='fprop'")
@@ -115,10 +142,11 @@ def _check_operands(
         got = tensor if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)} {tensor.device}"
         is_list = tensor is not None and tuple(tensor.shape) == (count,)
         is_list = is_list and tensor.dtype == torch.int32 and tensor.device == device
-        if not (is_list and 1 <= count <= MOST_EXPERTS):
+        if not is_list or count < 1 or (most and count > most):
             raise ValueError(
                 f"{what} of a {name} is {got}; accepted: torch.int32 [E] on {device}, one end for "
-                f"each of 1 to {MOST_EXPERTS} experts, as cast_grouped takes and returns them"
+                f"each of 1 to {most or 'any number of'} experts, as cast_grouped takes and "
+                "returns them"
             )
     if name != "wgrad" and b.count != len(ends):
         raise ValueError(
@@ -131,15 +159,26 @@ def _check_operands(
         )
 
 
-def _check_out(out, accumulate: bool, shape, dtype: torch.dtype, device: torch.device) -> None:
+def _check_each(each, name: str, accumulate: bool, shape, dtype, device: torch.device) -> None:
+    if name != "wgrad" or len(each) != shape[0]:
+        raise ValueError(
+            f"out of a {name} has {len(each)} entries; accepted: one tensor of shape {shape}, or "
+            "for wgrad one [N, K] or None for each expert"
+        )
+    for index, matrix in enumerate(each):
+        if matrix is not None:
+            _check_out(f"out[{index}]", matrix, accumulate, shape[1:], dtype, device)
+
+
+def _check_out(what: str, out, accumulate: bool, shape, dtype, device: torch.device) -> None:
     if out is None:
         if accumulate:
             raise ValueError("accumulate is True and out None; accepted: the tensor to add to")
         return
     if (tuple(out.shape), out.dtype, out.device) != (shape, dtype, device):
         raise ValueError(
-            f"out is {out.dtype} {tuple(out.shape)} on {out.device}; accepted: {dtype} {shape} on "
-            f"{device}"
+            f"{what} is {out.dtype} {tuple(out.shape)} on {out.device}; accepted: {dtype} {shape} "
+            f"on {device}"
         )
 
 
@@ -215,6 +254,7 @@ def select_grouped(
             kernels.cublaslt,
             has_fast=single.has_fast,
             needs_sizes=True,
+            writes_each=True,
         )
     reason = _why_not_native(a, b, device, k, n)
     if not reason and execution != "reference":

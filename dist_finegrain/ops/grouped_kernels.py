@@ -27,7 +27,10 @@ _STACKED_ROWS, _STACKED_COLUMNS, _RAGGED = range(3)  # fprop, dgrad, wgrad of bi
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """The checked arguments of ``grouped_gemm``; ``sizes``: on a CPU always there."""
+    """The checked arguments of ``grouped_gemm``; ``sizes``: on a CPU always there.
+
+    outs: where ``cublaslt`` writes each expert's wgrad, or adds it to; () for a result of its own.
+    """
 
     name: str
     a: Plane
@@ -37,6 +40,8 @@ class Product:
     sizes: Sequence[int] | None
     out_dtype: torch.dtype
     fast: bool
+    outs: Sequence[torch.Tensor | None] = ()
+    accumulate: bool = False
 
     @property
     def is_wgrad(self) -> bool:
@@ -69,8 +74,8 @@ def one_by_one(single: Kernel, p: Product) -> torch.Tensor:
     return torch.stack(results) if p.is_wgrad else torch.cat(results)
 
 
-def cublaslt(p: Product) -> torch.Tensor:
-    """FP8 by one compiled call; a tensor's scale is repeated beside row scales."""
+def cublaslt(p: Product) -> torch.Tensor | None:
+    """FP8 by one compiled call; a tensor's scale is repeated beside row scales. None with outs."""
     _count(p)
     left, right, layout = p.a.codes, p.b_plane.codes, _RAGGED
     shape: tuple[int, ...] = (p.a.shape[0], p.b.shape[0])
@@ -88,10 +93,15 @@ def cublaslt(p: Product) -> torch.Tensor:
     else:
         rows = right.shape[0] if p.b.axis else shape[1]
         scales = _scales_of_tokens(p), _scales_of_experts(p.b, rows)
-    out = torch.empty(shape, dtype=p.out_dtype, device=left.device)
+    made, outs = None, p.outs
+    if not outs:
+        made = torch.empty(shape, dtype=p.out_dtype, device=left.device)
+        outs = made.unbind() if p.is_wgrad else (made,)
     options = [group_options(plane.format, is_row) for plane in (p.a, p.b_plane)]
-    _ops.gemm_groups.default(left, right, *options, *scales, layout, p.sizes, out, p.fast)
-    return out
+    _ops.gemm_groups.default(
+        left, right, *options, *scales, layout, p.sizes, outs, p.accumulate, p.fast
+    )
+    return made
 
 
 def native(p: Product) -> torch.Tensor:

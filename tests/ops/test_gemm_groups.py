@@ -98,6 +98,66 @@ def test_weights_cast_one_by_one(name, device):
         assert torch.equal(got, run(kernel, name, (a, together, None), layer, **options))
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pair", [("row", "row"), ("current", "row"), ("block", "block")])
+def test_each_wgrad_is_written_or_added_to_where_it_lies(
+    pair, dtype, accumulate, device, monkeypatch
+):
+    """Without a temporary of all experts; experts of None are left out; one rounding of the sum."""
+    layer = Layer(SPLITS["zeros_anywhere"], n=48, k=144, device=device)
+    formats = [FORMATS[format] for format in pair]
+    kernel, planes = choose("wgrad", *formats, layer), layer.planes("wgrad", *formats)
+    wanted = layer.exact("wgrad", *formats)
+    before = [torch.full((48, 144), float(e), dtype=dtype, device=device) for e in range(7)]
+    given = [None if e in (2, 4) else matrix.clone() for e, matrix in enumerate(before)]
+    monkeypatch.setattr(grouped.kernels.torch, "empty", None)
+    result = run(
+        kernel, "wgrad", planes, layer, dtype, sizes=layer.split, out=given, accumulate=accumulate
+    )
+    monkeypatch.undo()
+    assert result is None
+    limit = EXACT if dtype == torch.float32 else BF16
+    for e, matrix in enumerate(given):
+        if matrix is None:
+            continue
+        total = wanted[e] + before[e].double().cpu() if accumulate else wanted[e]
+        assert relative_error(matrix, total) <= limit, e
+        if not layer.split[e]:
+            assert torch.equal(matrix, before[e] if accumulate else torch.zeros_like(matrix))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("kind", ["FP16", "transposed", "odd address"])
+def test_matrices_that_cuda_kernels_cannot_write_get_a_copy(kind, accumulate, device):
+    layer, format = Layer([5, 0, 16], n=48, k=144, device=device), FORMATS["row"]
+    kernel, planes = choose("wgrad", format, format, layer), layer.planes("wgrad", format, format)
+    dtype = torch.float16 if kind == "FP16" else torch.float32
+
+    def matrix():
+        if kind == "transposed":
+            return torch.ones(144, 48, device=device).t()
+        return torch.ones(1 + 48 * 144, dtype=dtype, device=device)[1:].view(48, 144)
+
+    given = [matrix(), matrix(), None]
+    run(kernel, "wgrad", planes, layer, dtype, sizes=layer.split, out=given, accumulate=accumulate)
+    for got, product in zip(given, layer.exact("wgrad", format, format), strict=False):
+        if got is not None:
+            total = product + 1 if accumulate else product
+            assert relative_error(got, total) <= (BF16 if kind == "FP16" else EXACT)
+
+
+def test_more_experts_than_torchs_kernels_take(device):
+    layer, format = Layer([1] * 1030, n=16, k=16, device=device), FORMATS["current"]
+    for name in GEMMS:
+        kernel, planes = choose(name, format, format, layer), layer.planes(name, format, format)
+        got = run(kernel, name, planes, layer, sizes=layer.split)
+        assert relative_error(got, layer.exact(name, format, format)) <= EXACT
+    of_torch = dataclasses.replace(kernel, needs_sizes=False)
+    with pytest.raises(ValueError, match="ends of a wgrad is .*1030.* 1 to 1023 experts"):
+        run(of_torch, name, planes, layer, sizes=layer.split)
+
+
 def test_what_surrounds_an_experts_rows_never_reaches_its_result(device):
     """Rows of other experts, and padding, filled with 0xFF."""
     layer, format = Layer([5, 16, 3], n=48, k=144, device=device), FORMATS["row"]
@@ -122,7 +182,8 @@ def test_what_does_not_fit_is_refused_by_name(device):
     def call(**changes):
         arguments = {
             "a": codes, "b": weights, "a_options": scalar, "b_options": scalar, "a_scales": ones,
-            "b_scales": ones, "gemm": 0, "sizes": [16, 0], "out": out, "fast": False, **changes,
+            "b_scales": ones, "gemm": 0, "sizes": [16, 0], "out": [out],
+            "accumulate": False, "fast": False, **changes,
         }  # fmt: skip
         return torch.ops.dist_finegrain.gemm_groups.default(*arguments.values())
 
@@ -138,7 +199,10 @@ def test_what_does_not_fit_is_refused_by_name(device):
         (r"b_scales is Float \[3\]", {"b_scales": torch.ones(3, device=device)}),
         ("one for each row of every expert", {"a_options": 3 | 2 << 4}),
         ("no .* rows of experts", {"gemm": 1}),
-        ("of a wgrad", {"gemm": 2}),
+        ("one of each expert's wgrad", {"gemm": 2}),
+        ("which is not added to", {"accumulate": True}),
+        ("out has 0 entries", {"out": []}),
+        (r"b and out have shapes .* \[16, 48, 1\]", {"out": [out[..., None]]}),
     ):
         with pytest.raises(ValueError, match=message):
             call(**changes)
