@@ -1,6 +1,7 @@
-"""Starts torchrun from a test: ``run_ranks`` runs a function or a script on several local ranks.
+"""Starts ranks from a test: ``run_ranks`` runs a function or a script on several local ranks.
 
-As a script it is what each rank runs for a function: set up gloo, call, store the result.
+A script is started by torchrun. A function is called by torchrun's process library in processes
+forked from a server that has imported torch once: most tests would wait for little else.
 """
 
 from __future__ import annotations
@@ -8,12 +9,15 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import importlib
+import logging
+import multiprocessing
 import os
 import pickle
 import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 _TAIL_LINES = 40
 _STOP_SECONDS = 15
+_PRELOADED = ["torch.distributed.elastic.multiprocessing.api", "dist_finegrain", "pytest"]
 
 
 def run_ranks(
@@ -30,10 +35,11 @@ def run_ranks(
     timeout: float = 120,
     env: dict[str, str] | None = None,
 ) -> list[Any]:
-    """Run ``target(*args)`` on ``nproc`` ranks under torchrun and wait for them.
+    """Run ``target(*args)`` on ``nproc`` ranks and wait for them.
 
     target: a module-level function, called on each rank with the default gloo group initialised
-    (args and results are pickled), or the path of a script that takes args as its command line.
+    (args and results are pickled), or the path of a script, run by torchrun, that takes args as its
+    command line.
     timeout: seconds until all ranks are stopped. env: set on top of this process's variables.
 
     Returns by rank the results of a function, or the standard output of a script.
@@ -41,15 +47,10 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
         if callable(target):
-            call = Path(folder, "call.pickle")
-            call.write_bytes(pickle.dumps((_import_path(target), args, timeout)))
-            command, name = [__file__, str(call)], target.__qualname__
-        else:
-            command, name = [str(target), *map(str, args)], Path(target).name
-        _run(command, name, nproc, timeout, env or {}, Path(folder))
-        if not callable(target):
-            return [_log(Path(folder), r, "stdout").read_text() for r in range(nproc)]
-        return [pickle.loads(_result_path(folder, r).read_bytes()) for r in range(nproc)]
+            _call(target, args, nproc, timeout, env or {}, Path(folder))
+            return [pickle.loads(_result_path(folder, r).read_bytes()) for r in range(nproc)]
+        _torchrun([str(target), *map(str, args)], nproc, timeout, env or {}, Path(folder))
+        return [_log(Path(folder), r, "stdout").read_text() for r in range(nproc)]
 
 
 def _import_path(function: Callable) -> tuple[str, str]:
@@ -61,8 +62,38 @@ def _import_path(function: Callable) -> tuple[str, str]:
     return function.__module__, function.__qualname__
 
 
-def _run(command, name, nproc, timeout, env, folder: Path) -> None:
+def _call(function, args, nproc, timeout, env, folder: Path) -> None:
+    """Call ``function`` on every rank; AssertionError unless all return in time."""
+    # Not imported above: every test process imports this file.
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+
+    name = function.__qualname__
+    call = (str(folder), nproc, *_import_path(function), pickle.dumps(args), timeout)
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # _report says it
+    ranks = start_processes(
+        name,
+        _run_rank,
+        {rank: (rank, *call) for rank in range(nproc)},
+        {rank: {**os.environ, **env, "RANK": str(rank)} for rank in range(nproc)},
+        DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
+        start_method="forkserver",
+    )
+    try:
+        result = ranks.wait(timeout, period=0.02)
+    finally:
+        ranks.close(timeout=_STOP_SECONDS)
+    if result is None or result.is_failed():
+        first, failure = None, f"not finished after {timeout:g} s"
+        if result is not None:
+            first, failed = next(iter(result.failures.items()))
+            failure = f"exit code {failed.exitcode}"
+        raise AssertionError(f"{name} on {nproc} ranks: {failure}\n{_report('', folder, first)}")
+
+
+def _torchrun(command, nproc, timeout, env, folder: Path) -> None:
     """Run torchrun to its end; AssertionError unless every rank exits with 0 in time."""
+    name = Path(command[0]).name
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     # Each rank's output goes to files: interleaved on one pipe it cannot be told apart.
     launcher += [f"--nproc-per-node={nproc}", "--redirects=3", f"--log-dir={folder / 'logs'}"]
@@ -91,7 +122,11 @@ def _run(command, name, nproc, timeout, env, folder: Path) -> None:
         _stop(process)
         raise
     if failure:
-        raise AssertionError(f"{name} on {nproc} ranks: {failure}\n{_report(output, folder)}")
+        root = re.search(r"Root Cause.*?rank\s*: (\d+)", output, re.DOTALL)
+        first = int(root.group(1)) if root else None
+        raise AssertionError(
+            f"{name} on {nproc} ranks: {failure}\n{_report(output, folder, first)}"
+        )
 
 
 def _stop(process: subprocess.Popen) -> str:
@@ -104,13 +139,11 @@ def _stop(process: subprocess.Popen) -> str:
         return process.communicate()[0]
 
 
-def _report(launcher_output: str, folder: Path) -> str:
-    """The stderr tail of every rank; the rank that torchrun calls the root cause comes first."""
-    root = re.search(r"Root Cause.*?rank\s*: (\d+)", launcher_output, re.DOTALL)
-    ranks = sorted(int(path.parent.name) for path in folder.glob("logs/*/*/*/stderr.log"))
+def _report(launcher_output: str, folder: Path, first: int | None) -> str:
+    """The stderr tail of every rank; that of ``first``, which failed before others, comes first."""
+    ranks = sorted(int(path.parent.name) for path in folder.glob("logs/**/stderr.log"))
     if not ranks:
         return _tail(launcher_output)
-    first = int(root.group(1)) if root else ranks[0]
     ranks.sort(key=lambda rank: rank != first)
     tails = [(rank, _tail(_log(folder, rank, "stderr").read_text())) for rank in ranks]
     return "\n".join(f"--- rank {rank}, stderr:\n{tail}" for rank, tail in tails)
@@ -121,26 +154,35 @@ def _tail(text: str) -> str:
 
 
 def _log(folder: Path, rank: int, stream: str) -> Path:
-    return next(folder.glob(f"logs/*/*/{rank}/{stream}.log"))
+    return next(folder.glob(f"logs/**/{rank}/{stream}.log"))
 
 
 def _result_path(folder: str | Path, rank: int) -> Path:
     return Path(folder, f"result_{rank}.pickle")
 
 
-def _run_rank(call: Path) -> None:
-    """One rank of a function's run."""
+def _run_rank(rank, folder, nproc, module, function, args, timeout) -> None:
+    """One rank of a function's run: set up gloo, call, store the result."""
+    import torch
     import torch.distributed as dist
 
-    (module, function), args, timeout = pickle.loads(call.read_bytes())
-    # A hang then shows where this rank waits, before the launcher ends it.
+    torch.set_num_threads(1)
+    # A hang then shows where this rank waits, before it is ended.
     faulthandler.dump_traceback_later(max(0.9 * timeout, 1), exit=True)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
-    result = getattr(importlib.import_module(module), function)(*args)
-    _result_path(call.parent, dist.get_rank()).write_bytes(pickle.dumps(result))
-    dist.barrier()  # a rank that is done must not close connections that others still use
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _run_rank(Path(sys.argv[1]))
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=nproc,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+        result = getattr(importlib.import_module(module), function)(*pickle.loads(args))
+        _result_path(folder, rank).write_bytes(pickle.dumps(result))
+        dist.barrier()  # a rank that is done must not close connections that others still use
+        dist.destroy_process_group()
+    except BaseException:
+        traceback.print_exc()  # the library keeps it elsewhere
+        raise
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -1,9 +1,12 @@
-"""An exception on one rank ends every process, soon, with the first message in the output."""
+"""An exception on one rank ends every process, soon, with the first message in the output.
+
+As a script it is one rank of a training that breaks off.
+"""
 
 from __future__ import annotations
 
+import datetime
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -63,11 +66,16 @@ def test_message_of_the_failing_rank_is_shown(where):
     assert wanted in str(info.value) and "exit code 1" in str(info.value)
 
 
+def test_torchrun_ends_and_shows_it():
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match=f"exit code 1\n--- rank 1, stderr:[^-]*{MESSAGE}"):
+        run_ranks(__file__, RANKS, "between", timeout=LIMIT)
+    assert time.monotonic() - start < LIMIT
+
+
 @pytest.mark.parametrize("where", ["factory", "between"])
-def test_every_process_exits_with_an_error_without_a_launcher(where, tmp_path):
+def test_every_process_exits_with_an_error_without_a_launcher(where):
     """Nobody ends the others here: each must notice, or be told, by itself."""
-    call = tmp_path / "call.pickle"
-    call.write_bytes(pickle.dumps((launch._import_path(break_off), (where,), LIMIT)))
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -81,7 +89,7 @@ def test_every_process_exits_with_an_error_without_a_launcher(where, tmp_path):
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, launch.__file__, str(call)],
+            [sys.executable, __file__, where],
             env={**variables, "RANK": str(rank)},
             cwd=launch.ROOT,
             stdout=subprocess.DEVNULL,
@@ -99,3 +107,8 @@ def test_every_process_exits_with_an_error_without_a_launcher(where, tmp_path):
     assert all(process.returncode not in (0, None) for process in processes), errors
     assert MESSAGE in errors[1]
     assert where == "between" or MESSAGE in errors[0]  # ranks compare what a factory did
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LIMIT))
+    break_off(sys.argv[1])
