@@ -17,7 +17,7 @@ from ..formats.plane import DIRECTIONS
 from ..formats.quantizer import Quantizer
 from ..ops import grouped_kernels, lt
 from ..ops.gemm import gemm_counter, scale_kind
-from ..ops.grouped import MOST_EXPERTS, GroupedKernel
+from ..ops.grouped import GroupedKernel
 from ..roles import LINEAR_GEMMS
 from .binding import Binding
 from .direct_linear import DTYPES, SLOTS, pack_slot
@@ -61,9 +61,6 @@ class DirectGrouped:
             runs = {grouped_kernels.cublaslt}
             if gemm.gemm == "wgrad" and not any(getattr(f, "dtype", None) for f in (a, b)):
                 runs.add(grouped_kernels.identity)
-            is_16_bit = kernel is not None and kernel.run is grouped_kernels.identity
-            if is_16_bit and len(quantizers["weight"]) > MOST_EXPERTS:
-                return None
             if kernel is None or kernel.run not in runs:
                 return None
             if {scale_kind(a), scale_kind(b)} == {"tensor", "row"}:

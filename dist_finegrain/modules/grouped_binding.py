@@ -116,6 +116,7 @@ def choose_grouped(
         kernel = select_grouped(
             operands.gemm, a, b, site.device, execution,
             k=site.k, n=site.n, dtype=dtype, sizes_known=sizes_known,
+            experts=len(quantizers[operands.a]),
         )  # fmt: skip
     except PairRefused as refusal:
         raise PairRefused(

@@ -49,6 +49,11 @@ class GroupedKernel(Kernel):
     rounds_to_bf16: bool = False
     writes_each: bool = False
 
+    @property
+    def most_experts(self) -> int | None:
+        """How many experts it takes; None: any number."""
+        return None if self.is_loop or self.needs_sizes else MOST_EXPERTS
+
 
 def grouped_gemm(
     kernel: GroupedKernel,
@@ -80,8 +85,7 @@ def grouped_gemm(
     Raises TypeError for a ``b`` of another kind and ValueError for arguments that do not fit, by
     name, before any launch.
     """
-    of_torch = not (kernel.is_loop or kernel.needs_sizes)
-    _check_operands(name, a, b, ends, column_ends, MOST_EXPERTS if of_torch else None)
+    _check_operands(name, a, b, ends, column_ends, kernel.most_experts)
     rows, columns = a.shape[0], b.shape[0]
     shape = (len(ends), rows, columns) if name == "wgrad" else (rows, columns)
     each = None if out is None or isinstance(out, torch.Tensor) else tuple(out)
@@ -231,6 +235,7 @@ def select_grouped(
     n: int,
     dtype: torch.dtype = torch.bfloat16,
     sizes_known: bool = False,
+    experts: int = 1,
 ) -> GroupedKernel:
     """The kernel for one operand pair of a grouped linear layer with ``k`` in, ``n`` out features.
 
@@ -238,6 +243,31 @@ def select_grouped(
     call will give ``sizes`` (m_splits is a Python list). Raises PairRefused with the reason.
     """
     _check_blocks(gemm, a, b)
+    kernel = _for_all_at_once(gemm, a, b, device, execution, k, n, dtype, sizes_known)
+    if experts <= (kernel.most_experts or experts):
+        return kernel
+    reason = f"{kernel.name} takes {kernel.most_experts} experts at most, not {experts}"
+    if not sizes_known:
+        raise PairRefused(
+            f"{reason}; way out: m_splits as a Python list, e.g. m_splits=[128, 256], which runs "
+            "the experts one by one"
+        )
+    single = select(gemm, a, b, device, execution, k=k, n=n)
+    return _expert_by_expert(single, f"experts one by one: {reason}", needs_sizes=True)
+
+
+def _for_all_at_once(
+    gemm: str,
+    a: Format,
+    b: Format,
+    device: str,
+    execution: str,
+    k: int,
+    n: int,
+    dtype: torch.dtype,
+    sizes_known: bool,
+) -> GroupedKernel:
+    """``select_grouped`` for any number of experts."""
     if device == "cpu":
         single = select(gemm, a, b, device, execution, k=k, n=n)
         return _expert_by_expert(single, single.reason)

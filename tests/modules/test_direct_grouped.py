@@ -254,6 +254,90 @@ def test_weights_that_lie_apart_are_copied(device, taken):
     assert len(taken) == 2
 
 
+def shifted(x):
+    """Equal values that start two bytes behind an aligned address."""
+    moved = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape)
+    return moved.copy_(x)
+
+
+@pytest.mark.parametrize("name", ["current", "row", "block, BF16 wgrad"])
+def test_matrices_at_odd_addresses_give_the_same_bits(name, device, taken):
+    """torch's grouped kernel, which a BF16 wgrad takes, refuses such operands."""
+    module, recipe, results = layer(device), recipe_of(name), []
+    x, dy = (torch.randn(48, width, device=device).bfloat16() for width in (K, N))
+    for place in (torch.clone, shifted):
+        moved = place(x).requires_grad_()
+        with dfg.autocast(recipe=recipe):
+            y = module(moved, SPLITS["ragged"])
+        results.append([y.detach(), *torch.autograd.grad(y, (moved, *module.weights), place(dy))])
+    assert_same_bits(*results)
+    assert len(taken) == 2
+
+
+def test_experts_that_share_scales_are_not_cast_with_others_that_do_not(device, taken):
+    """Equal formats; expert 1 keeps a delayed scale for each plane, the others one for both."""
+
+    def factory(role):
+        made = factories.delayed_scaling_factory
+        is_apart = role is not None and role.expert_index == 1
+        return hybrid(made, made)(role) if is_apart else made(role)
+
+    module = layer(device)
+    x = torch.randn(48, K).bfloat16().to(device).requires_grad_()
+    for _ in range(2):
+        with dfg.autocast(recipe=dfg.CustomRecipe(factory, execution="native")):
+            module(x, [12] * EXPERTS).float().square().sum().backward()
+        dfg.end_step()
+    moved = [slot for slot in module._delayed.values() if slot.scale.item() != 1]
+    assert not taken and len(moved) == 3 * (EXPERTS + 1)
+
+
+def test_more_experts_than_torchs_kernel_takes(device, taken):
+    """An FP8 wgrad has no limit; a BF16 one goes expert by expert, or is refused in the forward."""
+    experts = 1032
+    module = layer(device, k=128, n=128, experts=experts)
+    x = torch.randn(experts, 128).bfloat16().to(device)
+    for name in ("current", "block, BF16 wgrad"):
+        with dfg.autocast(recipe=recipe_of(name)):
+            module(x, [1] * experts).sum().backward()
+        assert all(weight.grad.any() for weight in module.weights) and len(taken) == 1
+        module.zero_grad()
+    on_device = torch.ones(experts, dtype=torch.int32, device=device)
+    if device == "cuda":
+        with pytest.raises(ValueError, match="1023 experts at most, not 1032; way out: m_splits"):
+            with dfg.autocast(recipe=recipe_of("identity")):
+                module(x, on_device)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_holds_nothing_that_eager_steps_read(monkeypatch):
+    """What is made while capturing has no values before the first replay."""
+    if dfg.build_info().gemm_reason:
+        pytest.skip(dfg.build_info().gemm_reason)
+    module, recipe = layer("cuda"), recipe_of("current")
+    x = torch.randn(48, K, device="cuda").bfloat16()
+    used, call = [], DirectGrouped.__call__
+
+    def noting(self, *arguments):
+        used.append(self)
+        return call(self, *arguments)
+
+    monkeypatch.setattr(DirectGrouped, "__call__", noting)
+
+    def step():
+        with torch.no_grad(), dfg.autocast(recipe=recipe):
+            return module(x, SPLITS["ragged"])
+
+    wanted = step()
+    used[0].weight_ends.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    assert torch.equal(step(), wanted)  # before any replay
+    graph.replay()
+    assert torch.equal(captured, wanted)
+
+
 def test_the_gradient_of_a_gradient_is_refused(device, taken):
     module = layer(device)
     x = torch.randn(48, K, device=device).bfloat16().requires_grad_()
