@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -115,30 +116,41 @@ class DelayedSlot:
         return {**self.__dict__, "group": None, "held": None}
 
 
-def update_slots(slots: list[DelayedSlot], absent: Absent | None = None) -> None:
+def update_slots(
+    slots: list[DelayedSlot],
+    absent: Absent | None = None,
+    joined: Mapping[Any, torch.device] | None = None,
+) -> None:
     """Reduce the pending amaxes per group and update every slot that ran on some rank.
 
     absent: slots that other ranks have and this one does not yet, updated like its own; changed
     here when the ranks' slots differ, so that a module which first runs later has their scale.
+    joined: groups to reduce over also without a slot, and the device of their modules.
     Raises RuntimeError for several ranks in a captured graph: they compare their slots on the host.
     """
     absent = {} if absent is None else absent
-    groups: dict[Any, list[DelayedSlot]] = {}
+    devices = dict(joined or {})
+    if _is_capturing():  # a group without slots has nothing to refuse
+        devices.clear()
+    for (group, _), slot in absent.items():
+        devices[group] = slot.pending.device
+    groups: dict[Any, list[DelayedSlot]] = {group: [] for group in devices}
     shared = [slot for slot in slots if slot.group is not None]
     for slot in sorted(shared, key=lambda slot: slot.sort_key):
         groups.setdefault(slot.group, []).append(slot)
+        devices[slot.group] = slot.pending.device
     here = {(group, slot.sort_key) for group, those in groups.items() for slot in those}
-    for key in [key for key in absent if key in here or key[0] not in groups]:
+    for key in here & absent.keys():
         del absent[key]
     for group in sorted(groups, key=collectives.group_ranks):
         if collectives.communicates(group):
-            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            if _is_capturing():
                 raise RuntimeError(
                     f"end_step() reduces delayed scales over {collectives.group_size(group)} ranks "
                     "and cannot be captured; end the step outside of the graph"
                 )
             try:
-                _reduce_pending(groups[group], group, absent)
+                _reduce_pending(groups[group], group, devices[group], absent)
             except RuntimeError as error:
                 error.add_note(
                     f"end_step() compares delayed scales with ranks "
@@ -175,12 +187,19 @@ def _state(slot: DelayedSlot) -> DelayedState:
     return state
 
 
-def _reduce_pending(slots: list[DelayedSlot], group: Any, absent: Absent) -> None:
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _reduce_pending(
+    slots: list[DelayedSlot], group: Any, device: torch.device, absent: Absent
+) -> None:
     """One flat MAX; ranks whose slot lists differ exchange them and reduce the union."""
-    device = slots[0].pending.device
     names = {slot.sort_key for slot in slots} | {name for g, name in absent if g == group}
     if not collectives.all_equal(text_hash("\n".join(sorted(names))), group, device):
-        names = _exchange(slots, group, absent)
+        names = _exchange(slots, group, device, absent)
+    if not names:
+        return
     position = {name: i for i, name in enumerate(sorted(names))}
     flat = torch.full((len(names),), _NOT_RUN, device=device)
     slots = [*slots, *(slot for (g, _), slot in absent.items() if g == group)]
@@ -192,7 +211,9 @@ def _reduce_pending(slots: list[DelayedSlot], group: Any, absent: Absent) -> Non
         slot.pending.copy_(flat[position[slot.sort_key]])
 
 
-def _exchange(slots: list[DelayedSlot], group: Any, absent: Absent) -> set[str]:
+def _exchange(
+    slots: list[DelayedSlot], group: Any, device: torch.device, absent: Absent
+) -> set[str]:
     """Names of the slots of all ranks; those that this one does not have become ``absent``."""
     own = {slot.sort_key: slot.description() for slot in slots}
     every: dict[str, tuple] = {}
@@ -200,7 +221,6 @@ def _exchange(slots: list[DelayedSlot], group: Any, absent: Absent) -> set[str]:
         every.update(described)
     for key in [key for key in absent if key[0] == group and key[1] not in every]:
         del absent[key]
-    device = slots[0].pending.device
     for name in every.keys() - own.keys():
         if (group, name) not in absent:
             absent[group, name] = DelayedSlot.described(every[name], group, device)

@@ -28,6 +28,7 @@ class _Steps:
     postponed: bool = False
     slots: Any = dataclasses.field(default_factory=weakref.WeakSet)
     absent: Absent = dataclasses.field(default_factory=dict)
+    joined: dict[Any, torch.device] = dataclasses.field(default_factory=dict)
 
 
 _steps = _Steps()
@@ -41,6 +42,14 @@ def completed_steps() -> int:
 def note_training_forward() -> None:
     """A module ran a forward with gradients: the next optimizer step ends a step."""
     _steps.forward_seen = True
+
+
+def join(group: Any, device: torch.device) -> None:
+    """Take part in this step's reduction of ``group``, with delayed scales of this rank or without.
+
+    Another rank may have run a module with delayed scaling that this one has left out so far.
+    """
+    _steps.joined[group] = device
 
 
 def register_slot(slot: DelayedSlot) -> None:
@@ -79,7 +88,7 @@ def finish_postponed_step() -> None:
 
 def _after_optimizer_step(*_args) -> None:
     # Ranks that share scales must all get to the reduction, whether or not each ran a forward.
-    is_shared = any(slot.group is not None for slot in _steps.slots)
+    is_shared = _steps.joined or _steps.absent or any(s.group is not None for s in _steps.slots)
     if not _steps.user_driven and (_steps.forward_seen or is_shared):
         _end_or_postpone()
 
@@ -92,7 +101,8 @@ def _end_or_postpone() -> None:
 
 
 def _end_step() -> None:
-    update_slots(registered_slots(), _steps.absent)
+    update_slots(registered_slots(), _steps.absent, _steps.joined)
+    _steps.joined.clear()
     _steps.completed += 1
     advance_rounding_step(_steps.completed)
     _steps.forward_seen = _steps.postponed = False

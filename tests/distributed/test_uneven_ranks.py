@@ -113,6 +113,43 @@ def test_lists_are_exchanged_only_when_they_change():
     assert first == second == [1, 0, 1, 0]
 
 
+def only_rare_is_delayed(role):
+    return PLAIN["delayed" if role is not None and role.name == "rare" else "mxfp8"](role)
+
+
+def one_rank_knows_no_delayed_scale(first_step):
+    """Rank 1 runs the only module with delayed scaling from ``first_step`` on."""
+    group, rank = dist.new_group([0, 1]), dist.get_rank()
+    torch.manual_seed(0)
+    layers = {name: dfg.Linear(H, H, bias=False, name=name) for name in ("fc", "rare")}
+    optimizer = torch.optim.SGD([p for m in layers.values() for p in m.parameters()], lr=0.0)
+    dfg.comm_report(reset=True)
+    for step in range(4):
+        with dfg.autocast(recipe=emulated(only_rare_is_delayed), amax_reduction_group=group):
+            y = layers["fc"](rows_of(16, 1.0))
+            if (rank == 0 or step >= first_step) and first_step < 5:
+                y = y + layers["rare"](rows_of(16, 2.0**step))
+        y.sum().backward()
+        optimizer.step()
+    return scales(layers["rare"]), dfg.comm_report()
+
+
+@pytest.mark.parametrize("first_step", [1, 3, 4])
+def test_rank_that_knows_no_delayed_scale_joins_the_reduction(first_step):
+    (first, _), (second, report) = run_ranks(
+        one_rank_knows_no_delayed_scale, 2, first_step, timeout=60
+    )
+    assert first["forward", 0, "input", "both", "e4m3"][1] == [1, 2, 4, 8]
+    assert second == (first if first_step < 4 else {})
+    assert report.select(what="object").collectives == 1
+
+
+def test_where_no_rank_has_a_delayed_scale_only_that_is_agreed_on():
+    for scales_, report in run_ranks(one_rank_knows_no_delayed_scale, 2, 5):
+        assert not scales_
+        assert {(r.kind, r.what): r.collectives for r in report.rows} == {("agreement", "hash"): 4}
+
+
 def two_groups_one_idle():
     """Tensor-parallel groups {0, 1} and {2, 3} inside a group of all four; half of them rests."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 1, 2, 3])]
