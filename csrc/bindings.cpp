@@ -44,12 +44,20 @@ TORCH_LIBRARY(dist_finegrain, m) {
       "Tensor?[] delayed, bool needs_dgrad, bool needs_wgrad, bool record) -> Tensor");
   m.def(
       "gemm_groups(Tensor a, Tensor b, int a_options, int b_options, Tensor a_scales, "
-      "Tensor b_scales, int gemm, int[] sizes, Tensor(a!)?[] out, bool accumulate, bool fast) "
+      "Tensor b_scales, int gemm, int[] sizes, Tensor(a!)?[] out, int[] accumulate, bool fast) "
       "-> ()");
   m.def(
       "grouped_linear(Tensor x, Tensor[] weights, int[] plan, float[] epsilons, "
       "Tensor?[] delayed, int[] sizes, Tensor ends, Tensor weight_ends, bool needs_dgrad, "
       "bool needs_wgrad, bool record) -> Tensor");
+  m.def(
+      "grouped_linear_forward(Tensor x, Tensor[] weights, int[] plan, float[] epsilons, "
+      "Tensor?[] delayed, int[] sizes, Tensor ends, Tensor weight_ends, bool needs_dgrad, "
+      "bool needs_wgrad, bool record) -> Tensor?[]");
+  m.def(
+      "grouped_linear_backward(Tensor grad, Tensor?[] saved, int[] plan, float[] epsilons, "
+      "Tensor?[] delayed, int[] sizes, Tensor ends, bool needs_dgrad, bool record, "
+      "Tensor(a!)?[] main_grads, int[] accumulate) -> Tensor?");
 }
 
 namespace dfg {

@@ -13,7 +13,7 @@ namespace dfg {
 
 // Of the operators: raised, with that of extension.py, when a schema or the meaning of an option
 // changes.
-constexpr int kAbi = 5;
+constexpr int kAbi = 6;
 
 using OptionalTensor = std::optional<at::Tensor>;
 
@@ -62,7 +62,7 @@ using OptionalTensor = std::optional<at::Tensor>;
 #define DFG_GEMM_GROUPS_PARAMETERS                                                                 \
   const at::Tensor &a, const at::Tensor &b, int64_t a_options, int64_t b_options,                  \
       const at::Tensor &a_scales, const at::Tensor &b_scales, int64_t gemm, at::IntArrayRef sizes, \
-      const c10::List<OptionalTensor>&out, bool accumulate, bool fast
+      const c10::List<OptionalTensor>&out, at::IntArrayRef accumulate, bool fast
 #define DFG_GEMM_GROUPS_ARGUMENTS \
   a, b, a_options, b_options, a_scales, b_scales, gemm, sizes, out, accumulate, fast
 

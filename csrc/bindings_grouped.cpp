@@ -14,6 +14,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <functional>
+
 #include "bindings_layer.h"
 
 namespace dfg {
@@ -92,10 +94,11 @@ Operands cast_groups(const Tensor& x, const Tensor& ends, const LayerPlan& plan,
 }
 
 void multiply(const LayerPlan& plan, Gemm gemm, const Operand& a, const Operand& b,
-              at::IntArrayRef sizes, c10::List<OptionalTensor> out) {
+              at::IntArrayRef sizes, const c10::List<OptionalTensor>& out,
+              at::IntArrayRef accumulate = {}) {
   count(plan, gemm, static_cast<int64_t>(sizes.size()));
   gemm_groups(a.matrix, b.matrix, gemm_options(a.options), gemm_options(b.options), a.scales,
-              b.scales, gemm, sizes, out, false, plan.fast[gemm]);
+              b.scales, gemm, sizes, out, accumulate, plan.fast[gemm]);
 }
 
 // dW of Identity: torch's grouped kernel, which reads the sizes on the device.
@@ -170,6 +173,83 @@ Forward forward(DFG_GROUPED_PARAMETERS) {
   return {y, of_x.column, of_w.column};
 }
 
+// What backward reads of the forward: column planes of X and W. Undefined where it reads none.
+using Saved = std::array<Tensor, 4>;
+
+Saved saved_of(const Forward& made) {
+  return {in_memory_order(made.x_column), made.x_column.scales, made.w_column.matrix,
+          made.w_column.scales};
+}
+
+// A product can be written there, or added to it, without a copy.
+bool takes_products(const Tensor& matrix) {
+  const auto dtype = matrix.scalar_type();
+  return (dtype == at::kFloat || dtype == at::kBFloat16) && matrix.is_contiguous() &&
+         reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % kTile == 0;
+}
+
+// The cast of dY, and the GEMMs that read it.
+class Gradients {
+ public:
+  Gradients(const Tensor& grad, const Saved& saved, const LayerPlan& plan,
+            const DelayedState& delayed, at::IntArrayRef sizes, Tensor ends, bool needs_dgrad,
+            bool needs_wgrad, bool record)
+      : plan_(plan), sizes_(sizes), ends_(std::move(ends)), dy_(aligned(grad)) {
+    of_dy_ = cast_groups(dy_, ends_, plan_, kGradOutput, delayed, record, needs_dgrad, needs_wgrad);
+    if (needs_wgrad) x_column_ = unpacked(saved[0], saved[1], plan_.slots[kInput].column);
+    if (needs_dgrad) w_column_ = unpacked(saved[2], saved[3], plan_.slots[kWeight].column);
+  }
+
+  Tensor of_x() const {
+    Tensor dx = at::empty({dy_.size(0), w_column_.matrix.size(0)}, dy_.options());
+    multiply(plan_, kDgrad, of_dy_.row, w_column_, sizes_, {dx});
+    return dx;
+  }
+
+  // [E, N, K] in `dtype`, or in dY's from 16-bit planes; unwritten where it is not wanted.
+  Tensor of_weights(const std::function<bool(size_t)>& is_wanted, at::ScalarType dtype) const {
+    if (is_16_bit()) return multiply_16_bit(plan_, of_dy_.column, x_column_, ends_);
+    const auto experts = static_cast<int64_t>(sizes_.size());
+    const Tensor all =
+        at::empty({experts, dy_.size(1), x_column_.matrix.size(0)}, dy_.options().dtype(dtype));
+    c10::List<OptionalTensor> each;
+    for (int64_t e = 0; e < experts; ++e) {
+      each.push_back(is_wanted(static_cast<size_t>(e)) ? OptionalTensor(all.select(0, e))
+                                                       : std::nullopt);
+    }
+    multiply(plan_, kWgrad, of_dy_.column, x_column_, sizes_, each);
+    return all;
+  }
+
+  // Writes to matrices [N, K], or adds to them with one rounding of the sum; None is left out.
+  void of_weights_into(const c10::List<OptionalTensor>& matrices,
+                       at::IntArrayRef accumulate) const {
+    bool is_direct = !is_16_bit();
+    for (const OptionalTensor& matrix : matrices) {
+      is_direct = is_direct && (!matrix || takes_products(*matrix));
+    }
+    if (is_direct) {
+      return multiply(plan_, kWgrad, of_dy_.column, x_column_, sizes_, matrices, accumulate);
+    }
+    const auto is_wanted = [&](size_t e) { return matrices.get(e).has_value(); };
+    const Tensor all = of_weights(is_wanted, at::kFloat);
+    for (size_t e = 0; e < sizes_.size(); ++e) {
+      if (!is_wanted(e)) continue;
+      const Tensor matrix = *matrices.get(e), made = all.select(0, static_cast<int64_t>(e));
+      accumulate[e] ? matrix.add_(made) : matrix.copy_(made);
+    }
+  }
+
+ private:
+  bool is_16_bit() const { return !of_dy_.column.options || !x_column_.options; }
+
+  const LayerPlan& plan_;
+  at::IntArrayRef sizes_;
+  Tensor ends_, dy_;
+  Operands of_dy_;
+  Operand x_column_, w_column_;
+};
+
 // Saves the column planes; the scales and amaxes of delayed scaling are read and raised when
 // backward runs.
 class GroupedFunction : public torch::autograd::Function<GroupedFunction> {
@@ -177,8 +257,8 @@ class GroupedFunction : public torch::autograd::Function<GroupedFunction> {
   static Tensor forward(AutogradContext* ctx, DFG_GROUPED_PARAMETERS) {
     const Below below;
     const Forward made = dfg::forward(DFG_GROUPED_ARGUMENTS);
-    ctx->save_for_backward({in_memory_order(made.x_column), made.x_column.scales,
-                            made.w_column.matrix, made.w_column.scales});
+    const Saved saved = saved_of(made);
+    ctx->save_for_backward({saved.begin(), saved.end()});
     ctx->saved_data["plan"] = plan.vec();
     ctx->saved_data["epsilons"] = epsilons.vec();
     ctx->saved_data["delayed"] = delayed;
@@ -202,35 +282,57 @@ class GroupedFunction : public torch::autograd::Function<GroupedFunction> {
       const bool needs_dgrad = flags & 1, needs_wgrad = flags >> 1 & 1;
       const LayerPlan plan(ctx->saved_data["plan"].toIntVector(),
                            ctx->saved_data["epsilons"].toDoubleVector());
-      const Tensor dy = aligned(grads[0]);
-      const Tensor ends = ctx->saved_data["ends"].toTensor();
-      const Operands of_dy =
-          cast_groups(dy, ends, plan, kGradOutput, ctx->saved_data["delayed"].to<DelayedState>(),
-                      flags >> 2 & 1, needs_dgrad, needs_wgrad);
-      if (needs_dgrad) {
-        const Operand w_column = unpacked(saved[2], saved[3], plan.slots[kWeight].column);
-        result[0] = at::empty({dy.size(0), w_column.matrix.size(0)}, dy.options());
-        multiply(plan, kDgrad, of_dy.row, w_column, sizes, {result[0]});
-      }
+      const Gradients gradients(grads[0], {saved[0], saved[1], saved[2], saved[3]}, plan,
+                                ctx->saved_data["delayed"].to<DelayedState>(), sizes,
+                                ctx->saved_data["ends"].toTensor(), needs_dgrad, needs_wgrad,
+                                flags >> 2 & 1);
+      if (needs_dgrad) result[0] = gradients.of_x();
       if (needs_wgrad) {
-        const Operand x_column = unpacked(saved[0], saved[1], plan.slots[kInput].column);
-        const bool is_16_bit = !of_dy.column.options || !x_column.options;
-        const auto count = static_cast<int64_t>(experts);
-        const Tensor all =
-            is_16_bit ? multiply_16_bit(plan, of_dy.column, x_column, ends)
-                      : at::empty({count, dy.size(1), x_column.matrix.size(0)}, dy.options());
-        c10::List<OptionalTensor> each;
+        const auto is_wanted = [&](size_t e) { return ctx->needs_input_grad(1 + e); };
+        const Tensor all = gradients.of_weights(is_wanted, grads[0].scalar_type());
         for (size_t e = 0; e < experts; ++e) {
-          const bool is_wanted = ctx->needs_input_grad(1 + e);
-          if (is_wanted) result[1 + e] = all.select(0, static_cast<int64_t>(e));
-          each.push_back(is_wanted ? OptionalTensor(result[1 + e]) : std::nullopt);
+          if (is_wanted(e)) result[1 + e] = all.select(0, static_cast<int64_t>(e));
         }
-        if (!is_16_bit) multiply(plan, kWgrad, of_dy.column, x_column, sizes, each);
       }
     }
     return is_again ? refusing_another(std::move(result)) : result;
   }
 };
+
+// For an autograd node of Python's, which knows where the gradients of weights go: Y and what
+// backward reads, and backward itself.
+c10::List<OptionalTensor> grouped_linear_forward(DFG_GROUPED_PARAMETERS) {
+  const Below below;
+  const Forward made = forward(DFG_GROUPED_ARGUMENTS);
+  c10::List<OptionalTensor> result;
+  result.push_back(made.y);
+  for (const Tensor& each : saved_of(made)) {
+    result.push_back(each.defined() ? OptionalTensor(each) : std::nullopt);
+  }
+  return result;
+}
+
+OptionalTensor grouped_linear_backward(const Tensor& grad, const c10::List<OptionalTensor>& saved,
+                                       at::IntArrayRef plan, at::ArrayRef<double> epsilons,
+                                       const DelayedState& delayed, at::IntArrayRef sizes,
+                                       const Tensor& ends, bool needs_dgrad, bool record,
+                                       const c10::List<OptionalTensor>& main_grads,
+                                       at::IntArrayRef accumulate) {
+  const Below below;
+  const size_t experts = sizes.size();
+  TORCH_CHECK_VALUE(
+      saved.size() == 4 && main_grads.size() == experts && accumulate.size() == experts,
+      "saved, main_grads and accumulate have ", saved.size(), ", ", main_grads.size(), " and ",
+      accumulate.size(), " entries; accepted: 4, and ", experts, " of each");
+  Saved held;
+  for (size_t i = 0; i < held.size(); ++i) held[i] = saved.get(i).value_or(Tensor());
+  bool needs_wgrad = false;
+  for (const OptionalTensor& each : main_grads) needs_wgrad = needs_wgrad || each.has_value();
+  const LayerPlan of(plan, epsilons);
+  const Gradients gradients(grad, held, of, delayed, sizes, ends, needs_dgrad, needs_wgrad, record);
+  if (needs_wgrad) gradients.of_weights_into(main_grads, accumulate);
+  return needs_dgrad ? OptionalTensor(gradients.of_x()) : std::nullopt;
+}
 
 Tensor grouped_linear(DFG_GROUPED_PARAMETERS) {
   return GroupedFunction::apply(DFG_GROUPED_ARGUMENTS);
@@ -244,6 +346,10 @@ Tensor grouped_linear_alone(DFG_GROUPED_PARAMETERS) {
       .y;
 }
 
+TORCH_LIBRARY_IMPL(dist_finegrain, CompositeExplicitAutograd, m) {
+  m.impl("grouped_linear_forward", grouped_linear_forward);
+  m.impl("grouped_linear_backward", grouped_linear_backward);
+}
 TORCH_LIBRARY_IMPL(dist_finegrain, Autograd, m) { m.impl("grouped_linear", grouped_linear); }
 TORCH_LIBRARY_IMPL(dist_finegrain, CPU, m) { m.impl("grouped_linear", grouped_linear_alone); }
 TORCH_LIBRARY_IMPL(dist_finegrain, CUDA, m) { m.impl("grouped_linear", grouped_linear_alone); }

@@ -7,7 +7,7 @@
 //     wgrad  dW_e = dY_e.col · X_e.colᵀ      A [N, Ctot]                     B [K, Ctot]
 //
 // out: one matrix of all tokens, Y [M, N] or dX [M, K]; of a wgrad a matrix [N, K] for each expert,
-// None where it is not wanted, which may be added to.
+// None where it is not wanted. accumulate: for each of them whether it is added to; [] for none.
 // Ctot: the parts of all experts, as `cast` with `ends` writes them: each takes whole tiles or
 // blocks.
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -152,11 +152,13 @@ void check_shapes(DFG_GEMM_GROUPS_PARAMETERS) {
   TORCH_CHECK_VALUE(experts > 0 && a.dim() == 2 && b.dim() == 2, "a and b have shapes ", a.sizes(),
                     " and ", b.sizes(), " for ", experts,
                     " experts; accepted: matrices of at least one expert");
-  TORCH_CHECK_VALUE(static_cast<int64_t>(out.size()) == (is_wgrad ? experts : 1) &&
-                        (is_wgrad || (out.get(0) && !accumulate)),
-                    "out has ", out.size(), " entries for ", experts,
-                    " experts; accepted: one matrix, which is ",
-                    "not added to, or one of each expert's wgrad, None where it is not wanted");
+  TORCH_CHECK_VALUE(
+      static_cast<int64_t>(out.size()) == (is_wgrad ? experts : 1) && (is_wgrad || out.get(0)),
+      "out has ", out.size(), " entries for ", experts,
+      " experts; accepted: one matrix, or one of each expert's wgrad, None where it is not wanted");
+  TORCH_CHECK_VALUE(accumulate.empty() || (is_wgrad && accumulate.size() == out.size()),
+                    "accumulate has ", accumulate.size(), " entries, out ", out.size(),
+                    "; accepted: as many of a wgrad, or none");
   for (const OptionalTensor& each : out) {
     if (!each) continue;
     bool fits = each->dim() == 2;
@@ -188,21 +190,23 @@ void gemm_groups(DFG_GEMM_GROUPS_PARAMETERS) {
   TORCH_CHECK_VALUE(of_a.is_blocks() == of_b.is_blocks(), "a_options is ", a_options,
                     " and b_options ", b_options, "; accepted: blocks of 128 in both or in none");
   const auto multiply = [&](const Tensor& left, const Tensor& right, const Tensor& left_scales,
-                            const Tensor& right_scales, const Tensor& result) {
+                            const Tensor& right_scales, const Tensor& result, bool adds) {
     op.call(left, right, a_options, b_options, left_scales, right_scales, std::nullopt,
-            std::nullopt, result, accumulate, fast);
+            std::nullopt, result, adds, fast);
   };
   const Tensor all_rows = gemm == kWgrad ? Tensor() : *out.get(0);
   for (int64_t e = 0, start = 0; e < experts; ++e) {
     const int64_t size = sizes[static_cast<size_t>(e)], stored = to_tiles(size);
     if (gemm == kWgrad) {
-      const OptionalTensor result = out.get(static_cast<size_t>(e));
+      const auto place = static_cast<size_t>(e);
+      const OptionalTensor result = out.get(place);
+      const bool adds = !accumulate.empty() && accumulate[place];
       if (size == 0) {
-        if (result && !accumulate) result->zero_();
+        if (result && !adds) result->zero_();
       } else if (result) {
         multiply(window(a, 0, start, a.size(0), stored), window(b, 0, start, b.size(0), stored),
                  of_a.of_contraction(e, a.size(0), start, stored),
-                 of_b.of_contraction(e, b.size(0), start, stored), *result);
+                 of_b.of_contraction(e, b.size(0), start, stored), *result, adds);
       }
       start += room_for(size, of_a.group_multiple());
       continue;
@@ -221,10 +225,10 @@ void gemm_groups(DFG_GEMM_GROUPS_PARAMETERS) {
       const Tensor own = at::empty({stored, contraction}, a.options());
       own.narrow(0, 0, size).copy_(left);
       const Tensor all = at::empty({stored, all_rows.size(1)}, all_rows.options());
-      multiply(own, right, left_scales, right_scales, all);
+      multiply(own, right, left_scales, right_scales, all, false);
       Tensor(result).copy_(all.narrow(0, 0, size));
     } else {
-      multiply(left, right, left_scales, right_scales, result);
+      multiply(left, right, left_scales, right_scales, result, false);
     }
     start += size;
   }

@@ -20,7 +20,7 @@ import torch
 _RECORD = Path(__file__).with_name("_build.json")  # written by setup.py
 _REBUILD = "build it with: pip install --no-build-isolation -e ."
 _OLDEST_SM = 90
-_ABI = 5  # that of csrc/bindings.h
+_ABI = 6  # that of csrc/bindings.h
 _OPERATORS = ("cast", "measure", "decode", "update_delayed", "gemm", "gemm_groups")
 
 

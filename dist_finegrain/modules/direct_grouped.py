@@ -3,6 +3,7 @@
 What it computes is what grouped_linear_function.py computes, bit for bit; that file serves every
 case and is this one's oracle. This one serves what a mixture of experts trains with: one rank, FP8
 forward and dgrad, FP8 or BF16 wgrad, sizes on the host, no biases, nothing kept or put off.
+Weight gradients may go to main_grad: that node is Python's, between two compiled calls.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from ..roles import LINEAR_GEMMS
 from .binding import Binding
 from .direct_linear import DTYPES, SLOTS, pack_slot
 from .grouped_weights import weight_ends
+from .main_grad import dummy_gradient, main_grads
+
+_ops = torch.ops.dist_finegrain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +102,12 @@ class DirectGrouped:
         sizes: Sequence[int],
         ends: torch.Tensor,
         training: bool,
+        into_main_grad: bool = False,
     ) -> torch.Tensor:
         """Y [M, N] of what ``takes`` accepts; ``training``: delayed amaxes count.
 
-        sizes: rows of each expert; ends: int32 [E] on the device, where they end.
+        sizes: rows of each expert; ends: int32 [E] on the device, where they end. into_main_grad:
+        gradients of weights are added there, as ``fuse_wgrad_accumulation`` says.
         """
         with_grad = torch.is_grad_enabled()
         state: list[torch.Tensor | None] = []
@@ -109,11 +115,15 @@ class DirectGrouped:
             side = side if len(side) == len(sizes) else (None,) * len(sizes)
             state += [child and child.scale for child in side]
             state += [child and child.amax for child in side]
-        return torch.ops.dist_finegrain.grouped_linear.default(
-            x, weights, self.plan, self.epsilons, state, sizes, ends,
-            self._weight_ends(weights), with_grad and x.requires_grad,
-            with_grad and any(w.requires_grad for w in weights), training,
-        )  # fmt: skip
+        needs_dgrad = with_grad and x.requires_grad
+        needs_wgrad = with_grad and any(w.requires_grad for w in weights)
+        arguments = self.plan, self.epsilons, state, sizes, ends
+        if into_main_grad and needs_wgrad:
+            call = _Call(arguments, self._weight_ends(weights), weights, training)
+            return _IntoMainGrad.apply(x, call, *weights)
+        return _ops.grouped_linear.default(
+            x, weights, *arguments, self._weight_ends(weights), needs_dgrad, needs_wgrad, training
+        )
 
     def _weight_ends(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         rows, device = weights[0].shape[0], weights[0].device
@@ -123,3 +133,40 @@ class DirectGrouped:
         if rows not in self.weight_ends:
             self.weight_ends[rows] = weight_ends(len(weights), rows, device)
         return self.weight_ends[rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What the node below is told beside tensors.
+
+    arguments: plan, epsilons, delayed state, sizes and ends, as both operators take them;
+    parameters: the weights, which own their main_grads; record: delayed amaxes count.
+    """
+
+    arguments: tuple
+    weight_ends: torch.Tensor
+    parameters: Sequence[torch.nn.Parameter]
+    record: bool
+
+
+class _IntoMainGrad(torch.autograd.Function):
+    """Y of x [M, K] and E weights [N, K], whose main_grads are looked up when backward runs."""
+
+    @staticmethod
+    def forward(ctx, x, call: _Call, *weights):
+        ctx.call, ctx.needs_dgrad = call, x.requires_grad
+        y, *saved = _ops.grouped_linear_forward.default(
+            x, weights, *call.arguments, call.weight_ends, ctx.needs_dgrad, True, call.record
+        )
+        ctx.save_for_backward(*saved)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        call = ctx.call
+        grad_x = _ops.grouped_linear_backward.default(
+            grad, ctx.saved_tensors, *call.arguments, ctx.needs_dgrad, call.record,
+            *main_grads(call.parameters),
+        )  # fmt: skip
+        return grad_x, None, *map(dummy_gradient, call.parameters)

@@ -298,7 +298,10 @@ class GroupedLinear(QuantizedModule):
         ends = _ends(m_splits if sizes is None else sizes, x.device, x.shape[0])
         is_direct = ways.direct and is_first_microbatch is None and self._is_simple(added)
         if is_direct and ways.direct.takes(x, weights, compute_dtype):
-            y = ways.direct(x, weights, sizes, ends, grad_enabled and self.training)
+            y = ways.direct(
+                x, weights, sizes, ends, grad_enabled and self.training,
+                self.fuse_wgrad_accumulation,
+            )  # fmt: skip
             y = y if inp.dim() == 2 else y.view(*inp.shape[:-1], self.local_out_features)
             return (y, biases) if self.return_bias else y
         call = GroupedCall(
@@ -326,7 +329,7 @@ class GroupedLinear(QuantizedModule):
 
     def _is_simple(self, biases: Sequence[torch.Tensor]) -> bool:
         """Whether DirectGrouped does all that this module was built for, with these biases."""
-        keeps = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.save_original_input
+        keeps = self.delay_wgrad_compute or self.save_original_input
         return self.tp_size == 1 and not biases and not keeps
 
     def _stored_weights(self, binding: Binding, dtype: torch.dtype) -> WeightCache:

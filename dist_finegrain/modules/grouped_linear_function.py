@@ -32,6 +32,7 @@ from .grouped_casting import (
     run_grouped_casts,
 )
 from .grouped_weights import share_storage, weight_ends, weights_in_one
+from .main_grad import add_to_main_grad, dummy_gradient, main_grads
 from .torch_autocast import without_autocast
 from .weight_cache import WeightCache
 
@@ -224,48 +225,21 @@ class GroupedCall:
             self._each_into_main_grad(dy_col, x_col)
         else:
             self._all_into_main_grad(dy_col, x_col)
-        return [_dummy_gradient(parameter) for parameter in self.parameters]
+        return [dummy_gradient(parameter) for parameter in self.parameters]
 
     def _all_into_main_grad(self, dy_col: Operand, x_col: Operand) -> None:
-        def adds(parameter) -> bool:
-            return not getattr(parameter, "overwrite_main_grad", False)
-
-        trained = [p for p in self.parameters if p.requires_grad]
-        for kind in dict.fromkeys((p.main_grad.dtype, adds(p)) for p in trained):
-            chosen = {id(p) for p in trained if (p.main_grad.dtype, adds(p)) == kind}
-            grouped_gemm(
-                self.kernels["wgrad"], "wgrad", dy_col.tokens, x_col.tokens, self.ends, kind[0],
-                column_ends=dy_col.column_ends, sizes=self.sizes,
-                fast=self.binding.is_fast("wgrad"), accumulate=kind[1],
-                out=[p.main_grad if id(p) in chosen else None for p in self.parameters],
-            )  # fmt: skip
+        out, accumulate = main_grads(self.parameters)
+        grouped_gemm(
+            self.kernels["wgrad"], "wgrad", dy_col.tokens, x_col.tokens, self.ends, torch.float32,
+            column_ends=dy_col.column_ends, sizes=self.sizes, out=out, accumulate=accumulate,
+            fast=self.binding.is_fast("wgrad"),
+        )  # fmt: skip
 
     def _each_into_main_grad(self, dy_col: Operand, x_col: Operand) -> None:
         pairs = zip(dy_col.each(self.sizes), x_col.each(self.sizes), strict=True)
         for e, (parameter, pair) in enumerate(zip(self.parameters, pairs, strict=True)):
-            if not parameter.requires_grad:
-                continue
-            main_grad = parameter.main_grad
-            if main_grad.is_contiguous() and main_grad.dtype in (torch.float32, torch.bfloat16):
-                adds = not getattr(parameter, "overwrite_main_grad", False)
-                self._one("wgrad", e, *pair, main_grad.dtype, out=main_grad, accumulate=adds)
-            else:
-                _add_to_main_grad(parameter, self._one("wgrad", e, *pair, torch.float32))
-
-
-def _add_to_main_grad(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-    if getattr(parameter, "overwrite_main_grad", False):
-        parameter.main_grad.copy_(gradient)
-    else:
-        parameter.main_grad.add_(gradient)
-
-
-def _dummy_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """Megatron's hook expects some gradient and then ignores it, or adds zeros."""
-    if not (parameter.requires_grad and hasattr(parameter, "grad_added_to_main_grad")):
-        return None
-    parameter.grad_added_to_main_grad = True
-    return torch.zeros_like(parameter)
+            if parameter.requires_grad:
+                add_to_main_grad(parameter, functools.partial(self._one, "wgrad", e, *pair))
 
 
 class GroupedLinearFunction(torch.autograd.Function):

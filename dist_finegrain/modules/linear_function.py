@@ -28,6 +28,7 @@ from ..formats.plane import Direction, Plane, in_memory_order
 from ..ops.gemm import gemm
 from .binding import Binding
 from .gathered import gathered_grad_output, gathered_input, gathered_input_again, kept_direction
+from .main_grad import add_to_main_grad, dummy_gradient
 from .torch_autocast import without_autocast
 from .weight_cache import WeightCache
 
@@ -250,22 +251,9 @@ def _weight_gradient(call: LinearCall, dy_col: Plane, x_col: Plane, dtype: torch
     """dW for autograd; None when it is delayed or was accumulated into main_grad."""
 
     def into_main_grad() -> torch.Tensor | None:
-        parameter = call.parameter
-        main_grad, overwrites = (
-            parameter.main_grad,
-            getattr(parameter, "overwrite_main_grad", False),
-        )
-        if main_grad.is_contiguous() and main_grad.dtype in (torch.float32, torch.bfloat16):
-            into = {"out": main_grad, "accumulate": not overwrites}
-            call.run("wgrad", dy_col, x_col, main_grad.dtype, **into)
-        else:
-            gradient = call.run("wgrad", dy_col, x_col, main_grad.dtype)
-            main_grad.copy_(gradient) if overwrites else main_grad.add_(gradient)
-        if not hasattr(parameter, "grad_added_to_main_grad"):
-            return None
-        # Megatron's hook expects some gradient and then ignores it, or adds zeros.
-        parameter.grad_added_to_main_grad = True
-        return torch.zeros_like(parameter)
+        multiply = functools.partial(call.run, "wgrad", dy_col, x_col)
+        add_to_main_grad(call.parameter, multiply)
+        return dummy_gradient(call.parameter)
 
     def into_grad() -> torch.Tensor:
         return call.run("wgrad", dy_col, x_col, dtype)

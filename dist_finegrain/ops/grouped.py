@@ -66,7 +66,7 @@ def grouped_gemm(
     column_ends: torch.Tensor | None = None,
     sizes: Sequence[int] | None = None,
     out: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
-    accumulate: bool = False,
+    accumulate: bool | Sequence[bool] = False,
     fast: bool = False,
 ) -> torch.Tensor | None:
     """The GEMM ``name`` of every expert, by the kernel that ``select_grouped`` chose for it.
@@ -79,8 +79,9 @@ def grouped_gemm(
     CUDA, where rows after it would stay unwritten). column_ends: those of the column planes, for
     wgrad. sizes: tokens of each expert, where the host knows them.
     out: receives the result, of its shape and ``out_dtype``; accumulate: add to ``out``, in FP32
-    when it is FP32. For wgrad it may also be E matrices [N, K], None where an expert's is not
-    wanted; the result is None then. fast: fast accumulation where the kernel has it.
+    when it is FP32. For wgrad it may also be E matrices [N, K] of any dtype, None where an expert's
+    is not wanted; the result is None then, ``out_dtype`` unused, and accumulate one for each.
+    fast: fast accumulation where the kernel has it.
 
     Raises TypeError for a ``b`` of another kind and ValueError for arguments that do not fit, by
     name, before any launch.
@@ -92,13 +93,14 @@ def grouped_gemm(
     if each is None:
         _check_out("out", out, accumulate, shape, out_dtype, ends.device)
     else:
-        _check_each(each, name, accumulate, shape, out_dtype, ends.device)
+        adds = (accumulate,) * len(each) if isinstance(accumulate, bool) else tuple(accumulate)
+        _check_each(each, name, adds, shape, ends.device)
     sizes = _checked_sizes(kernel, name, a, ends, column_ends, sizes)
     product = kernels.Product(
         name, a, b, ends, column_ends, sizes, out_dtype, fast and kernel.has_fast
     )
     if each and kernel.writes_each and all(map(_is_written_in_place, each)):
-        product = dataclasses.replace(product, outs=each, accumulate=accumulate)
+        product = dataclasses.replace(product, outs=each, accumulate=adds)
     elif each:  # rounded once, with what it is added to
         product = dataclasses.replace(product, out_dtype=torch.float32)
     if 0 in (*a.shape, columns):
@@ -110,9 +112,9 @@ def grouped_gemm(
     if each is None:
         return out.add_(result) if accumulate else out.copy_(result)
     if result is not None:
-        for matrix, made in zip(each, result, strict=True):
+        for matrix, made, is_sum in zip(each, result, adds, strict=True):
             if matrix is not None:
-                matrix.add_(made) if accumulate else matrix.copy_(made)
+                matrix.add_(made) if is_sum else matrix.copy_(made)
     return None
 
 
@@ -120,7 +122,8 @@ def _is_written_in_place(matrix: torch.Tensor | None) -> bool:
     """Whether a kernel that ``writes_each`` can write there, or has nothing to write."""
     if matrix is None:
         return True
-    return matrix.dtype != torch.float16 and matrix.is_contiguous() and is_aligned(matrix)
+    is_known = matrix.dtype in (torch.float32, torch.bfloat16)
+    return is_known and matrix.is_contiguous() and is_aligned(matrix)
 
 
 def _check_operands(
@@ -163,15 +166,16 @@ def _check_operands(
         )
 
 
-def _check_each(each, name: str, accumulate: bool, shape, dtype, device: torch.device) -> None:
-    if name != "wgrad" or len(each) != shape[0]:
+def _check_each(each, name: str, accumulate, shape, device: torch.device) -> None:
+    if name != "wgrad" or not len(each) == len(accumulate) == shape[0]:
         raise ValueError(
-            f"out of a {name} has {len(each)} entries; accepted: one tensor of shape {shape}, or "
-            "for wgrad one [N, K] or None for each expert"
+            f"out and accumulate of a {name} have {len(each)} and {len(accumulate)} entries; "
+            f"accepted: one tensor of shape {shape} and a bool, or for wgrad lists with an entry "
+            "for each expert, e.g. out=[None, main_grad]"
         )
     for index, matrix in enumerate(each):
         if matrix is not None:
-            _check_out(f"out[{index}]", matrix, accumulate, shape[1:], dtype, device)
+            _check_out(f"out[{index}]", matrix, False, shape[1:], matrix.dtype, device)
 
 
 def _check_out(what: str, out, accumulate: bool, shape, dtype, device: torch.device) -> None:

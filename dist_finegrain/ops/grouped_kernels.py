@@ -41,7 +41,7 @@ class Product:
     out_dtype: torch.dtype
     fast: bool
     outs: Sequence[torch.Tensor | None] = ()
-    accumulate: bool = False
+    accumulate: Sequence[bool] = ()
 
     @property
     def is_wgrad(self) -> bool:

@@ -110,13 +110,18 @@ def recipe_of(name, **options):
     return dfg.CustomRecipe({**SHORT, **LONG}[name], execution=execution, **options)
 
 
-def training(name, device, monkeypatch, is_short, split, frozen=(), **options):
-    """y, dX, dW of three steps, the delayed scales after each, and the GEMMs counted."""
+def training(name, device, monkeypatch, is_short, split, frozen=(), main_grads=(), **options):
+    """y, dX, dW of three steps, the delayed scales after each, and the GEMMs counted.
+
+    main_grads: of the experts' weights, where their gradients go instead.
+    """
     if not is_short:
         monkeypatch.setattr(DirectGrouped, "takes", staticmethod(lambda *_: False))
     module, recipe, found = layer(device, **options), recipe_of(name), []
     for e in frozen:
         module.weights[e].requires_grad_(False)
+    for weight, main_grad in zip(module.weights, main_grads, strict=False):
+        weight.main_grad = main_grad.clone()
     reset_gemm_counts()
     torch.manual_seed(1)
     for step in range(3):
@@ -127,6 +132,7 @@ def training(name, device, monkeypatch, is_short, split, frozen=(), **options):
             y = module(x, split)
         y.backward(dy)
         found += [y.detach(), x.grad, *(w.grad for w in module.weights)]
+        found += [w.main_grad.clone() for w in module.weights if main_grads]
         module.zero_grad()
         dfg.end_step()
         found += [slot.scale.clone() for _, slot in sorted(module._delayed.items())]
@@ -146,6 +152,60 @@ def test_bits_and_counts_are_those_of_the_long_way(name, split, frozen, device, 
         assert len(taken) == 3
     assert_same_bits(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
+
+
+def main_grads_of(kind, device):
+    """One for each expert; those that a GEMM cannot write are added to from a copy."""
+    dtype = {"BF16": torch.bfloat16, "FP16": torch.float16}.get(kind, torch.float32)
+    made = [torch.full((N, K), e / 8, dtype=dtype, device=device) for e in range(EXPERTS)]
+    return [m.t().contiguous().t() for m in made] if kind == "transposed" else made
+
+
+@pytest.mark.parametrize("kind", ["FP32", "BF16", "FP16", "transposed"])
+@pytest.mark.parametrize("frozen", [(), (2,), tuple(range(EXPERTS))])
+@pytest.mark.parametrize("name", sorted(SHORT))
+def test_main_grads_are_those_of_the_long_way(name, frozen, kind, device, taken):
+    """Added to over three steps; those of frozen experts stay, and autograd gets nothing."""
+    results, split = [], SPLITS["ragged"]
+    given = main_grads_of(kind, device)
+    for is_short in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            results.append(
+                training(
+                    name, device, patch, is_short, split, frozen, given,
+                    fuse_wgrad_accumulation=True,
+                )
+            )  # fmt: skip
+        assert len(taken) == 3
+    assert_same_bits(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+    found = results[0][0][2 : 2 + 2 * EXPERTS]  # of the first step
+    assert found[:EXPERTS] == [None] * EXPERTS
+    for e, (before, after) in enumerate(zip(given, found[EXPERTS:], strict=True)):
+        assert torch.equal(before, after) == (e in frozen or split[e] == 0)
+
+
+def test_main_grad_is_the_one_that_backward_finds(device, taken):
+    """Overwritten where the weight says so; autograd's hooks get zeros where they want some."""
+    recipe, results = recipe_of("current"), []
+    x, dy = (torch.randn(48, width, device=device).bfloat16() for width in (K, N))
+    for is_fused in (False, True):
+        module = layer(device, fuse_wgrad_accumulation=is_fused)
+        for weight in module.weights:
+            weight.main_grad = torch.ones(N, K, dtype=torch.bfloat16, device=device)
+            weight.grad_added_to_main_grad, weight.overwrite_main_grad = False, True
+        with dfg.autocast(recipe=recipe):
+            y = module(x, SPLITS["ragged"])
+        old = [weight.main_grad for weight in module.weights]
+        for weight in module.weights:
+            weight.main_grad = torch.ones(N, K, dtype=torch.bfloat16, device=device)
+        y.backward(dy)
+        assert all((main_grad == 1).all() for main_grad in old)
+        assert all(weight.grad_added_to_main_grad == is_fused for weight in module.weights)
+        assert not (is_fused and any(weight.grad.any() for weight in module.weights))
+        results.append([w.main_grad if is_fused else w.grad for w in module.weights])
+    assert_same_bits(*results)
+    assert len(taken) == 2
 
 
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
@@ -197,10 +257,6 @@ def test_shapes_and_uses_that_go_the_long_way(device, taken):
     assert run(layer(device, save_original_input=True)) == 3
     assert run(layer(device, delay_wgrad_compute=True)) == 3
     assert run(layer(device).float(), dtype=torch.float32) == 3
-    fused = layer(device, fuse_wgrad_accumulation=True)
-    for weight in fused.weights:
-        weight.main_grad = torch.zeros(N, K, device=device)
-    assert run(fused) == 3
 
 
 def test_a_tensor_scale_beside_row_scales_goes_the_long_way(device, taken):

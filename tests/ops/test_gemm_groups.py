@@ -183,7 +183,7 @@ def test_what_does_not_fit_is_refused_by_name(device):
         arguments = {
             "a": codes, "b": weights, "a_options": scalar, "b_options": scalar, "a_scales": ones,
             "b_scales": ones, "gemm": 0, "sizes": [16, 0], "out": [out],
-            "accumulate": False, "fast": False, **changes,
+            "accumulate": [], "fast": False, **changes,
         }  # fmt: skip
         return torch.ops.dist_finegrain.gemm_groups.default(*arguments.values())
 
@@ -200,7 +200,7 @@ def test_what_does_not_fit_is_refused_by_name(device):
         ("one for each row of every expert", {"a_options": 3 | 2 << 4}),
         ("no .* rows of experts", {"gemm": 1}),
         ("one of each expert's wgrad", {"gemm": 2}),
-        ("which is not added to", {"accumulate": True}),
+        ("accumulate has 1 entries, out 1; accepted: as many of a wgrad", {"accumulate": [True]}),
         ("out has 0 entries", {"out": []}),
         (r"b and out have shapes .* \[16, 48, 1\]", {"out": [out[..., None]]}),
     ):
