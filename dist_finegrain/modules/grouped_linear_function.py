@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from ..distributed import collectives
-from ..formats.casting import CastJob
+from ..formats.casting import CastJob, run_casts
 from ..formats.plane import Direction
 from ..ops.experts import Experts
 from ..ops.gemm import gemm
@@ -36,6 +36,7 @@ from .main_grad import add_to_main_grad, dummy_gradient, main_grads
 from .torch_autocast import without_autocast
 from .weight_cache import WeightCache
 
+_WEIGHT_READERS = {"rowwise": "fprop", "columnwise": "dgrad"}
 _SHARDED = {"column": ("weight", "grad_output"), "row": ("weight", "input")}
 
 
@@ -88,29 +89,42 @@ class GroupedCall:
             return {"rowwise": None, "columnwise": None}
         first = self.binding.quantizers[expert_key("weight", 0)]
         formats = [first.plane_format(d) for d in ("rowwise", "columnwise")]
-        is_square = any(f.family == "float8_block" and f.two_dimensional for f in formats)
+        are_square = [f.family == "float8_block" and f.two_dimensional for f in formats]
         rows = weights[0].shape[0]
-        if "weight" not in self.together or is_square:
+        reads = {"rowwise": rowwise, "columnwise": columnwise}
+        loops = [self._is_loop(gemm) for d, gemm in _WEIGHT_READERS.items() if reads[d]]
+        is_one = all(are_square) and self.has_whole_blocks(weights[0]) and not any(loops)
+        if "weight" not in self.together or (any(are_square) and not is_one):
             # 128×128 blocks would reach over experts in one cast: cast alone, then stacked.
             weights = [w.to(self.compute_dtype) for w in weights]
             made = self._cast_each("weight", weights, rowwise, columnwise)
-            readers = {"rowwise": "fprop", "columnwise": "dgrad"}
             return {
-                d: o if o is None or self._is_loop(readers[d]) else Operand(experts=o.stacked())
+                d: o
+                if o is None or self._is_loop(_WEIGHT_READERS[d])
+                else Operand(experts=o.stacked())
                 for d, o in made.items()
             }
         flat = weights_in_one(weights, self.compute_dtype)
-        ends = weight_ends(self.experts, rows, flat.device)
-        job = self._grouped_job("weight", flat, ends, rowwise, columnwise)
-        run_grouped_casts([job], self._reduce_max)
-        row = None if job.row is None else Experts.of_rows(job.row, self.experts)
-        column = None
-        if job.column is not None:
-            column = Experts.of_columns(job.column, self.experts, rows)
+        if any(are_square):  # of one matrix; no block reaches over experts
+            job = CastJob(flat, first, rowwise=rowwise, columnwise=columnwise)
+            run_casts([job], self._reduce_max)
+            row, column = (job.planes.get(d) for d in ("rowwise", "columnwise"))
+        else:
+            ends = weight_ends(self.experts, rows, flat.device)
+            job = self._grouped_job("weight", flat, ends, rowwise, columnwise)
+            run_grouped_casts([job], self._reduce_max)
+            row, column = job.row, job.column
+        row = row and Experts.of_rows(row, self.experts)
+        column = column and Experts.of_columns(column, self.experts, rows)
         return {
             "rowwise": row and Operand(experts=row),
             "columnwise": column and Operand(experts=column),
         }
+
+    @staticmethod
+    def has_whole_blocks(weight: torch.Tensor) -> bool:
+        """Whether no 128×128 block of [E·N, K] reaches over experts."""
+        return all(size % 128 == 0 for size in weight.shape)
 
     def _grouped_job(self, kind, x, ends, rowwise, columnwise) -> GroupedJob:
         quantizers = [self.binding.quantizers[expert_key(kind, e)] for e in range(self.experts)]

@@ -200,8 +200,9 @@ def _scales(plane: Plane, rows, contraction, end: int) -> torch.Tensor | None:
     if block_rows == 1:
         scales = plane.scales[c0 // block : -(-c1 // block), r0:r1]
         return padded(scales, 1, ROW_MULTIPLE).contiguous()
-    # Only Experts.of_planes holds 128×128 blocks, with whole rows of them for each expert.
-    return plane.scales[r0 // block_rows : -(-r1 // block_rows)].contiguous()
+    # 128×128 blocks, whole ones for each expert; stored rows of scales have a multiple of four.
+    scales = plane.scales[r0 // block_rows : -(-r1 // block_rows), c0 // block : -(-c1 // block)]
+    return padded(scales, 1, 4).contiguous()
 
 
 def _outer(plane: Plane, index: int, r0: int, r1: int) -> torch.Tensor | None:

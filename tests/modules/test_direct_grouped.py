@@ -13,6 +13,7 @@ import dist_finegrain as dfg
 from dist_finegrain import factories, factory_zoo
 from dist_finegrain.modules import base, grouped_linear
 from dist_finegrain.modules.direct_grouped import DirectGrouped
+from dist_finegrain.modules.grouped_linear_function import GroupedCall
 from dist_finegrain.ops import grouped, lt
 from dist_finegrain.ops.gemm import gemm_counts, reset_gemm_counts
 from tests import recipes
@@ -467,3 +468,26 @@ def test_plan_names_the_kernels_of_both_kinds_of_sizes(device):
     assert {row.bucket for row in rows} == {"fast"}
     assert all(row.kernel.endswith("rowwise for each expert") for row in rows)
     assert all("on the device: scaled_grouped_mm rowwise" in row.reason for row in rows)
+
+
+@pytest.mark.parametrize("width", [N, 192])
+def test_weights_in_whole_blocks_are_cast_as_one_matrix(width, device, taken, monkeypatch):
+    """The long way's bits are those of weights cast one by one and put together."""
+    results, cast_each = [], GroupedCall._cast_each
+    alone = []
+
+    def noting(self, kind, *arguments):
+        alone.append(kind)
+        return cast_each(self, kind, *arguments)
+
+    monkeypatch.setattr(GroupedCall, "_cast_each", noting)
+    x = torch.randn(48, K, device=device).bfloat16().requires_grad_()
+    for is_one in (True, False):
+        module = layer(device, n=width, bias=True)
+        if not is_one:
+            monkeypatch.setattr(GroupedCall, "has_whole_blocks", lambda self, weight: False)
+        with dfg.autocast(recipe=dfg.CustomRecipe(SHORT["block"], execution="emulate")):
+            y = module(x, SPLITS["ragged"])
+        results.append([y.detach(), *torch.autograd.grad(y.float().sum(), (x, *module.weights))])
+    assert_same_bits(*results)
+    assert alone.count("weight") == (1 if width == N else 2) and not taken

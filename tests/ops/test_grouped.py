@@ -386,3 +386,16 @@ def test_fast_accumulation_is_a_little_less_exact(kernels_for):
         relative_error(run(kernel, "fprop", planes, layer, fast=f), exact) for f in (False, True)
     ]
     assert errors[0] <= LIMIT and errors[0] < errors[1] <= FAST_LIMIT
+
+
+def test_parts_of_weights_that_were_cast_as_one_matrix():
+    """Whole 128×128 blocks for each expert: the bytes of a cast of its own, in either direction."""
+    square, weights = FORMATS["block_2d"], torch.randn(3, 128, 640)
+    flat = weights.flatten(0, 1)
+    rows = Experts.of_rows(grouped_cases.encoded(flat, square), 3)
+    columns = Experts.of_columns(grouped_cases.encoded(flat.t(), square), 3, 128)
+    for e, weight in enumerate(weights):
+        for got, wanted in ((rows.expert(e), weight), (columns.expert(e), weight.t())):
+            wanted = grouped_cases.encoded(wanted, square)
+            assert got.shape == wanted.shape
+            assert all(map(torch.equal, got.parts[:2], wanted.parts[:2]))
