@@ -109,9 +109,9 @@ cudaError_t amax_lines_cuda(const void* x, Dtype dtype, int64_t rows, int64_t co
   const int64_t chunks = ceil_div(columns * bytes, kAcross);
   const int64_t blocks = ceil_div(rows, kRows) * chunks;
   if (blocks > 0x7FFFFFFF) return cudaErrorInvalidConfiguration;
-  const LinesParams p{static_cast<const char*>(x), rows,    columns,
-                      row_stride * bytes,          of_rows, of_columns,
-                      static_cast<uint32_t>(chunks), groups};
+  const LinesParams p{
+      static_cast<const char*>(x),   rows,  columns, row_stride * bytes, of_rows, of_columns,
+      static_cast<uint32_t>(chunks), groups};
   const auto grid = static_cast<unsigned>(blocks);
   switch (dtype) {
     case Dtype::f32:

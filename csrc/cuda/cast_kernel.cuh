@@ -172,25 +172,43 @@ __device__ __forceinline__ uint32_t uniform(int64_t value) {
   return __reduce_or_sync(kFullWarp, static_cast<uint32_t>(value));
 }
 
+// Half of the threads for either plane.
+template <class Row, class Column>
+__device__ __forceinline__ void find_outers(const Target& row, const Target& column,
+                                            const Place& place, OuterLines (&outer)[2]) {
+  static_assert(kThreads == 2 * kTile);
+  const int line = threadIdx.x % kTile;
+  if (threadIdx.x < kTile) {
+    find_outer<Row, true>(row.plane, outer_of_rows<Row>(row.plane, place), line, outer[0]);
+  } else {
+    find_outer<Column, true>(column.plane,
+                             outer_of_columns<Column>(column.plane, column.plane_rows, place), line,
+                             outer[1]);
+  }
+}
+
 template <class E, class Row, class Column, bool kDequantized, int kBlocksPerSm>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     cast_kernel(const __grid_constant__ CastArgs args, const __grid_constant__ Layout layout) {
   extern __shared__ __align__(128) unsigned char tile[];
   __shared__ Parts parts;
+  __shared__ OuterLines outer[2];
   __shared__ GroupSearch search;
   const Place place = find_place(layout, search);
   if (place.is_behind_experts) {
     clear_rest(args, layout, place.x_column, search);
     return;
   }
-  load_tile<E>(args.x, args.row_stride, place, tile);
+  begin_load<E>(args.x, args.row_stride, place, tile);
   const PlaneOptions &r = args.row.options, &c = args.column.options;
-  Target row{args.row, args.rows, args.columns, 0, 0};
-  Target column{args.column, args.columns, args.rows, 0, 0};
+  Target row{args.row, args.rows, args.columns, outer[0], 0, 0};
+  Target column{args.column, args.columns, args.rows, outer[1], 0, 0};
   if (args.seed_step) {
     row.seed = column.seed = uniform(args.seed_step[0]);
     row.step = column.step = uniform(args.seed_step[1]);
   }
+  find_outers<Row, Column>(row, column, place, outer);
+  end_load();
   constexpr bool kTransposed = kIsTransposed<Column>;
   constexpr Keep kKeep = kDequantized ? Keep::values : kTransposed ? Keep::codes : Keep::input;
   if (args.bias_partials) {

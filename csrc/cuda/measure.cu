@@ -73,14 +73,20 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm<E>)
                    const __grid_constant__ Layout layout) {
   extern __shared__ __align__(128) unsigned char tile[];
   __shared__ Parts parts;
+  __shared__ OuterLines outer;
   __shared__ GroupSearch search;
   const Place place = find_place(layout, search);
   if (place.is_behind_experts) return;
-  load_tile<E>(args.x, args.row_stride, place, tile);
+  begin_load<E>(args.x, args.row_stride, place, tile);
+  const Plane& plane = args.row_plane;
+  if (args.dequantized && threadIdx.x < kTile) {
+    find_outer<AnySpec, false>(plane, outer_of_rows<AnySpec>(plane, place), threadIdx.x, outer);
+  }
+  end_load();
   if (args.row.options.codec != Codec::none) measure_rows<E>(args.row, place, tile);
   if (args.dequantized) {
-    const Target row{args.row_plane, args.rows, args.columns, 0, 0};
-    const PlaneOptions& o = args.row_plane.options;
+    const Target row{plane, args.rows, args.columns, outer, 0, 0};
+    const PlaneOptions& o = plane.options;
     if (o.two_dimensional) measure_parts<E>(tile, is_whole_tile(o), parts);
     __syncthreads();
     RowPhase<E, AnySpec, Keep::values, false>::run(row, place, tile, parts);

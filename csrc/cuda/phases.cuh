@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "../codecs/swizzle.h"
-#include "scale.cuh"
+#include "outer.cuh"
 
 namespace dfg {
 
@@ -14,8 +14,16 @@ struct Target {
   const Plane& plane;
   int64_t plane_rows;   // R
   int64_t contraction;  // C
+  const OuterLines& outer;
   uint32_t seed, step;  // of stochastic rounding
 };
+
+// What scales the units of a line of the tile.
+template <class S>
+__device__ __forceinline__ OuterScale outer_of_line(const Target& target, int line) {
+  if constexpr (!kHasStatistic<S>) return {};
+  return target.outer.at(S::row_scaled(target.plane.options) ? line : 0);
+}
 
 // Codes of a unit, and its scale bytes.
 struct Encoded {
@@ -183,9 +191,6 @@ __device__ __forceinline__ uint32_t row_phase(const Target& target, const Place&
   const int unit = along();
   const int64_t position = place.x_column + unit * 16;
   OuterScale outer;
-  if (!S::row_scaled(o) && plane.statistic) {
-    outer = outer_scale<S>(o, plane.statistic[place.expert]);
-  }
   const RowUnits<E> units(tile);
   Writer<S> writer(plane, place.x_row + row_of_step(0), position);
   const int stored_rows = position < plane.stored_contraction ? place.row_extent : 0;
@@ -210,9 +215,6 @@ __device__ __forceinline__ uint32_t row_phase(const Target& target, const Place&
     if constexpr (kStore) {
       if (row < stored_rows) {
         writer.write(0, e, pads_scales<S>(o) && row >= place.rows);
-        if (S::row_scaled(o) && place.x_column == 0 && unit == 0) {
-          plane.outer[place.x_row + row] = row < place.rows ? outer.decode : 0.0f;
-        }
         if (S::kCodec == Codec::block && S::two_dimensional(o) && row == 0 && unit == 0) {
           store_tile_scale(target, place.x_row, position, e.scale.decode);
         }
@@ -239,9 +241,7 @@ __device__ __forceinline__ uint32_t row_phase(const Target& target, const Place&
 #pragma unroll(S::kIsNvfp4 ? 1 : 2)
   for (int step = 0; step < kRowSteps; ++step) {
     const int row = row_of_step(step);
-    if (S::row_scaled(o)) {
-      outer = outer_scale<S>(o, row < place.rows ? plane.statistic[place.x_row + row] : 0.0f);
-    }
+    outer = outer_of_line<S>(target, row);
     const RowUnit<E> u = units.read(step);
     if (S::stochastic(o)) {
       draw.row = first_row + row;
@@ -265,10 +265,6 @@ __device__ __forceinline__ uint32_t row_phase(const Target& target, const Place&
     if constexpr (!S::kIsNvfp4) mark_nonfinite(e.codes, u, S::e5m2(o));
     finish(step, e, false);
   }
-  if (kStore && plane.outer && !S::row_scaled(o) && threadIdx.x == 0 && place.x_column == 0 &&
-      place.is_first_row_tile) {
-    plane.outer[place.expert] = outer.decode;
-  }
   return recorded;
 }
 
@@ -285,20 +281,13 @@ struct ColumnPair {
 template <class E, class S, int kHalf>
 __device__ __forceinline__ Encoded encode_column(const Target& target, const Place& place,
                                                  int column, const ColumnPair<E>& pair,
-                                                 const Parts& parts, Draw draw, OuterScale& outer,
+                                                 const Parts& parts, Draw draw,
                                                  uint32_t& recorded) {
   const Plane& plane = target.plane;
   const PlaneOptions& o = plane.options;
   const int64_t plane_row = place.x_column + column;
   const ColumnUnit<E, kHalf> u{pair.p};
-  if (S::row_scaled(o)) {
-    const bool is_inside = plane_row < target.plane_rows;
-    outer = outer_scale<S>(
-        o, is_inside ? plane.statistic[place.expert * target.plane_rows + plane_row] : 0.0f);
-    if (place.is_first_row_tile && along() == 0 && plane_row < plane.stored_rows) {
-      plane.outer[place.expert * plane.stored_rows + plane_row] = is_inside ? outer.decode : 0.0f;
-    }
-  }
+  const OuterScale outer = outer_of_line<S>(target, column);
   if (S::stochastic(o)) {
     draw.row = static_cast<uint32_t>(plane_row + plane.row_origin);
     draw.content = pair.content[kHalf];
@@ -341,11 +330,6 @@ __device__ __forceinline__ uint32_t column_phase(const Target& target, const Pla
                                                  const unsigned char* tile, const Parts& parts) {
   const Plane& plane = target.plane;
   const PlaneOptions& o = plane.options;
-  OuterScale outer;
-  if (!S::row_scaled(o) && plane.statistic) {
-    outer = outer_scale<S>(o, plane.statistic[place.expert]);
-  }
-  const float tensor_decode = outer.decode;
   Writer<S> writer(plane, place.x_column + 2 * pair_of_step(0), place.column_start + along() * 16);
   const int stored_columns =
       along() * 16 < place.column_extent ? clamp_to_tile(plane.stored_rows - place.x_column) : 0;
@@ -402,10 +386,9 @@ __device__ __forceinline__ uint32_t column_phase(const Target& target, const Pla
         finish(column + 1, 1, e[1]);
       } else {
         finish(column, 0,
-               encode_column<E, S, 0>(target, place, column, both, parts, draw, outer, recorded));
-        finish(
-            column + 1, 1,
-            encode_column<E, S, 1>(target, place, column + 1, both, parts, draw, outer, recorded));
+               encode_column<E, S, 0>(target, place, column, both, parts, draw, recorded));
+        finish(column + 1, 1,
+               encode_column<E, S, 1>(target, place, column + 1, both, parts, draw, recorded));
       }
     } else {
       clean_pairs<E>(both.p);
@@ -413,10 +396,8 @@ __device__ __forceinline__ uint32_t column_phase(const Target& target, const Pla
       both.amax[0] = bits_of(E::lo(m));
       both.amax[1] = bits_of(E::hi(m));
       drop_pair_signs(both);
-      Encoded lo =
-          encode_column<E, S, 0>(target, place, column, both, parts, draw, outer, recorded);
-      Encoded hi =
-          encode_column<E, S, 1>(target, place, column + 1, both, parts, draw, outer, recorded);
+      Encoded lo = encode_column<E, S, 0>(target, place, column, both, parts, draw, recorded);
+      Encoded hi = encode_column<E, S, 1>(target, place, column + 1, both, parts, draw, recorded);
       if constexpr (!S::kIsNvfp4) {
         read_column_pairs<E>(tile, along(), pair, both.p);
         mark_nonfinite(lo.codes, ColumnUnit<E, 0>{both.p}, S::e5m2(o));
@@ -426,10 +407,6 @@ __device__ __forceinline__ uint32_t column_phase(const Target& target, const Pla
       finish(column + 1, 1, hi);
     }
     writer.advance(2 * kRowsPerStep);
-  }
-  if (plane.outer && !S::row_scaled(o) && threadIdx.x == 0 && place.x_column == 0 &&
-      place.is_first_row_tile) {
-    plane.outer[place.expert] = tensor_decode;
   }
   return recorded;
 }

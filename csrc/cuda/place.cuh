@@ -66,12 +66,13 @@ struct GroupSearch {
   int64_t all_tiles, all_rows, all_parts;
 };
 
-// Over the lanes up to this one: the sum, or the maximum.
+// Over the lanes up to this one, which is one of the first `lanes`: the sum, or the maximum.
 template <bool kIsMaximum>
-__device__ __forceinline__ int64_t scanned(int64_t value) {
+__device__ __forceinline__ uint32_t scanned(uint32_t value, int lanes) {
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
-    const int64_t other = __shfl_up_sync(kFullWarp, value, d);
+    if (d >= lanes) break;
+    const uint32_t other = __shfl_up_sync(kFullWarp, value, d);
     if (static_cast<int>(threadIdx.x % 32) < d) continue;
     value = kIsMaximum ? max(value, other) : value + other;
   }
@@ -80,25 +81,27 @@ __device__ __forceinline__ int64_t scanned(int64_t value) {
 
 // One warp. Finds the expert that tile `tile` belongs to. Ends that decrease, or lie outside X,
 // cannot be refused without a synchronisation; they are taken as the nearest that are in order.
-__device__ __forceinline__ void search_groups(const Layout& l, int64_t tile, bool writes_ends,
+// 32 bits: an end has 31, and padding adds at most 128 per expert.
+__device__ __forceinline__ void search_groups(const Layout& l, uint32_t tile, bool writes_ends,
                                               GroupSearch& result) {
-  const int lane = threadIdx.x % 32, block = l.column_block;
-  int64_t tiles_before = 0, rows_before = 0, parts_before = 0;
+  const int lane = threadIdx.x % 32;
+  const auto block = static_cast<uint32_t>(l.column_block);
+  const auto limit = static_cast<int32_t>(min(l.rows, int64_t{INT32_MAX}));
+  uint32_t tiles_before = 0, rows_before = 0, parts_before = 0;
   if (lane == 0) result.found = false;
   __syncwarp();
   for (int base = 0; base < l.groups.count; base += 32) {
-    const int e = base + lane;
-    const bool is_valid = e < l.groups.count;
-    const int64_t given = is_valid ? l.groups.ends[e] : 0;
-    const int64_t end = scanned<true>(max(rows_before, min(given, l.rows)));
-    const int64_t before = __shfl_up_sync(kFullWarp, end, 1);
-    const int64_t first = lane == 0 ? rows_before : before;
-    const int64_t rows = end - first;
-    const int64_t tiles = !is_valid ? 0 : rows > 0 ? ceil_div(rows, kTile) : 1;
-    const int64_t padded = (rows + block - 1) & -static_cast<int64_t>(block);
-    const int64_t part = !is_valid ? 0 : rows > 0 ? padded : block;
-    const int64_t tile_end = tiles_before + scanned<false>(tiles);
-    const int64_t part_end = parts_before + scanned<false>(part);
+    const int e = base + lane, lanes = min(l.groups.count - base, 32);
+    const bool is_valid = lane < lanes;
+    const auto given = static_cast<uint32_t>(is_valid ? max(min(l.groups.ends[e], limit), 0) : 0);
+    const uint32_t end = scanned<true>(max(rows_before, given), lanes);
+    const uint32_t before = __shfl_up_sync(kFullWarp, end, 1);
+    const uint32_t first = lane == 0 ? rows_before : before;
+    const uint32_t rows = end - first;
+    const uint32_t tiles = rows > 0 ? (rows + kTile - 1) / kTile : 1;
+    const uint32_t part = rows > 0 ? (rows + block - 1) & (0u - block) : block;
+    const uint32_t tile_end = tiles_before + scanned<false>(tiles, lanes);
+    const uint32_t part_end = parts_before + scanned<false>(part, lanes);
     if (is_valid && tile < tile_end && tile >= tile_end - tiles) {
       result.found = true;
       result.expert = e;
@@ -109,9 +112,9 @@ __device__ __forceinline__ void search_groups(const Layout& l, int64_t tile, boo
       result.part_extent = part;
     }
     if (is_valid && writes_ends) l.groups.column_ends[e] = static_cast<int32_t>(part_end);
-    tiles_before = __shfl_sync(kFullWarp, tile_end, 31);
-    rows_before = __shfl_sync(kFullWarp, end, 31);
-    parts_before = __shfl_sync(kFullWarp, part_end, 31);
+    tiles_before = __shfl_sync(kFullWarp, tile_end, lanes - 1);
+    rows_before = __shfl_sync(kFullWarp, end, lanes - 1);
+    parts_before = __shfl_sync(kFullWarp, part_end, lanes - 1);
   }
   if (lane == 0) {
     result.all_tiles = tiles_before;
@@ -140,7 +143,7 @@ __device__ __forceinline__ Place find_place(const Layout& l, GroupSearch& search
   }
   if (threadIdx.x < 32) {
     const bool writes_ends = blockIdx.x == 0 && l.groups.column_ends != nullptr;
-    search_groups(l, down, writes_ends, search);
+    search_groups(l, index.down, writes_ends, search);
   }
   __syncthreads();
   p.is_behind_experts = !search.found;

@@ -63,9 +63,7 @@ using NoPlane = Spec<Codec::none, true>;
 // The column plane of a pair that has one scale for both planes of a tile: the row plane's codes,
 // transposed.
 template <class Row>
-struct Transposed {
-  static constexpr Codec kCodec = Row::kCodec;
-};
+struct Transposed : Row {};
 template <class S>
 constexpr bool kIsTransposed = false;
 template <class Row>
@@ -73,6 +71,7 @@ constexpr bool kIsTransposed<Transposed<Row>> = true;
 
 // Any codec with any options: each phase is compiled for all four.
 struct AnySpec {
+  static __device__ __forceinline__ bool row_scaled(const PlaneOptions& o) { return o.row_scaled; }
   static bool matches(const PlaneOptions&) { return true; }
 };
 

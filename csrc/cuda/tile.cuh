@@ -42,10 +42,10 @@ __device__ __forceinline__ int clamp_to_tile(int64_t extent) {
   return static_cast<int>(extent < 0 ? 0 : extent < kTile ? extent : kTile);
 }
 
-// Loads the tile; elements outside X become zero. All threads; ends with a barrier.
+// Begins to load the tile; elements outside X become zero. All threads, as end_load.
 template <class E>
-__device__ __forceinline__ void load_tile(const void* x, int64_t row_stride, const Place& place,
-                                          unsigned char* tile) {
+__device__ __forceinline__ void begin_load(const void* x, int64_t row_stride, const Place& place,
+                                           unsigned char* tile) {
   constexpr int kPerChunk = 16 / E::kBytes;
   constexpr int kChunks = kTile / kPerChunk;  // per row
   constexpr int kRowsAtOnce = kThreads / kChunks;
@@ -91,6 +91,10 @@ __device__ __forceinline__ void load_tile(const void* x, int64_t row_stride, con
       }
     }
   }
+}
+
+// Ends with a barrier: what was written to shared memory before is seen as well.
+__device__ __forceinline__ void end_load() {
   asm volatile("cp.async.wait_all;" ::: "memory");
   __syncthreads();
 }

@@ -48,13 +48,9 @@ __device__ __forceinline__ void transpose_phase(const Target& target, const Plac
   for (int c = 0; c < 4; ++c) {
     if (column + c < stored_columns) writer.write_codes(c, e[c]);
   }
-  if (threadIdx.x != 0) return;
-  if (S::kCodec == Codec::block && stored_columns > 0) {
+  if (S::kCodec == Codec::block && threadIdx.x == 0 && stored_columns > 0) {
     const UnitScale scale = unit_scale<S>(o, float_of(parts.whole), {});
     store_tile_scale(target, place.x_column, place.column_start, scale.decode);
-  }
-  if (S::kCodec == Codec::float8 && plane.outer && place.x_column == 0 && place.is_first_row_tile) {
-    plane.outer[place.expert] = outer_scale<S>(o, plane.statistic[place.expert]).decode;
   }
 }
 

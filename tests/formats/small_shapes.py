@@ -14,7 +14,7 @@ from .fused_cases import EVERY, PLACES, SOURCES, SWIZZLED
 
 SHAPES = ((1, 1), (17, 33), (130, 129), (300, 257))
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-ENDS = (64, 64, 193, 300)
+ENDS = (0, 1, 128, 256, 385)  # experts of 0, 1, 127, 128 and 129 rows
 SCALE = torch.full((1,), 3.7)
 # Row and column of different codecs: those with an instance of their own, and some without.
 PAIRS = (
@@ -56,7 +56,7 @@ def use_one_scale(format, x: torch.Tensor) -> None:
 
 
 def use_grouped(format, source: str, x: torch.Tensor) -> None:
-    """Both planes of four experts, one of them without rows."""
+    """Both planes of the experts of ENDS, one of them without rows."""
     ends = torch.tensor(ENDS, dtype=torch.int32, device=x.device)
     row_amax, _ = fused_grouped.measure_grouped(x, ends, format, None)
     options = {"source": source, "row_statistic": row_amax, "rounding": PLACES}
@@ -82,8 +82,14 @@ def main() -> None:
                             use_one_scale(row, x)
             is_square = row.family == "float8_block" and row.two_dimensional
             if row in formats and row is column and not is_square and row.statistic != "scale":
-                x = torch.randn(300, 130, device="cuda", dtype=torch.bfloat16)
+                x = torch.randn(ENDS[-1], 130, device="cuda", dtype=torch.bfloat16)
                 use_grouped(row, source, x)
+    # Rows of whole vectors, which the amaxes of lines are read by: a whole tile, and a ragged one.
+    for name in ("row", "nvfp4_row"):
+        for dtype in DTYPES:
+            for columns in (128, 136):
+                x = torch.randn(ENDS[-1], columns, device="cuda").to(dtype)
+                use_grouped(EVERY[name], "original", x)
     states = [
         DelayedState(
             torch.ones(1, device="cuda"), torch.zeros(n, device="cuda"),

@@ -211,6 +211,24 @@ def test_beside_another_format(name, device):
 
 
 @each_device
+@pytest.mark.parametrize("name", ["row", "row_e5m2_pow2", "nvfp4_row", "current"])
+def test_outer_scales_of_whole_and_ragged_tiles(name, device):
+    """Rows of whole vectors; K of one tile, of a tile and 8 (and padding), of two; in every dtype.
+
+    Experts of 0, 1, 127, 128 and 129 rows; the outer scales of the padding rows are 0.
+    """
+    format, split, report = GROUPED[name], [0, 1, 127, 128, 129, 0], Report()
+    require(device, format)
+    for k, dtype in itertools.product((128, 136, 256), DTYPES):
+        matrix = Matrix("row_magnitudes", sum(split), k, dtype)
+        x = values(matrix)
+        wanted = expected_grouped(x, split, format, format)
+        result = run_grouped(x.to(device), split, format, format, wanted)
+        report.add(matrix, grouped_differs(result, wanted))
+    report.check()
+
+
+@each_device
 @each_format
 def test_columns_of_the_rows_values(name, device):
     """source="rowwise_dequantized", each format as the column of itself and of a per-tensor row."""
