@@ -171,19 +171,21 @@ def update_slots(
 
 def _state(slot: DelayedSlot) -> DelayedState:
     """What the kernel is told of this slot; kept while its tensors and its request are the same."""
-    request, state = slot.held or (None, None)
-    tensors = (slot.scale, slot.history, slot.pending)
-    is_same = request is slot.request and all(
-        a is b for a, b in zip((state.scale, state.history, state.pending), tensors, strict=True)
+    if slot.held is not None:
+        request, state = slot.held
+        is_same = request is slot.request and state.scale is slot.scale
+        # A model may have thousands of slots.
+        if is_same and state.history is slot.history and state.pending is slot.pending:
+            return state
+    state = DelayedState(
+        slot.scale,
+        slot.history,
+        slot.pending,
+        use_max=slot.request.amax_compute_algo == "max",
+        fp8_max=FP8_MAX[slot.element],
+        margin=slot.request.margin,
     )
-    if not is_same:
-        state = DelayedState(
-            *tensors,
-            use_max=slot.request.amax_compute_algo == "max",
-            fp8_max=FP8_MAX[slot.element],
-            margin=slot.request.margin,
-        )
-        slot.held = slot.request, state
+    slot.held = slot.request, state
     return state
 
 

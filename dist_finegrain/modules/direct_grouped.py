@@ -32,13 +32,13 @@ _ops = torch.ops.dist_finegrain
 class DirectGrouped:
     """A binding of E experts as the operator ``grouped_linear`` is told of it; made once.
 
-    delayed: in the operator's order, for each slot the quantizers of every expert's row and of
-    every expert's column whose scale is read and whose amax is raised; () where there is none.
+    delayed: in the operator's order, for each slot the scales that every expert's row reads, the
+    amaxes that they raise, and those of the columns; [] where there is none.
     """
 
     plan: list[int]
     epsilons: list[float]
-    delayed: tuple[tuple[Quantizer | None, ...], ...]
+    delayed: list[torch.Tensor | None]
     weight_ends: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -80,10 +80,13 @@ class DirectGrouped:
             if packed[0] is None:
                 return None
             plan, epsilons = plan + packed[0].words, epsilons + packed[0].epsilons
-            delayed += zip(*(p.delayed for p in packed), strict=True)
+            # Bound quantizers keep their tensors: they are listed once.
+            experts = packed if len(packed) > 1 else packed * len(quantizers["weight"])
+            for side in zip(*(p.delayed for p in experts), strict=True):
+                delayed += [None if child is None else child.scale for child in side]
+                delayed += [None if child is None else child.amax for child in side]
         plan += fast + [0] * (len(LINEAR_GEMMS) - len(fast)) + [gemm_counter(operands)]
-        has_delayed = any(child for side in delayed for child in side)
-        return cls(plan, epsilons, tuple(delayed) if has_delayed else ())
+        return cls(plan, epsilons, delayed if any(t is not None for t in delayed) else [])
 
     @staticmethod
     def takes(x: torch.Tensor, weights: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
@@ -110,14 +113,9 @@ class DirectGrouped:
         gradients of weights are added there, as ``fuse_wgrad_accumulation`` says.
         """
         with_grad = torch.is_grad_enabled()
-        state: list[torch.Tensor | None] = []
-        for side in self.delayed:
-            side = side if len(side) == len(sizes) else (None,) * len(sizes)
-            state += [child and child.scale for child in side]
-            state += [child and child.amax for child in side]
         needs_dgrad = with_grad and x.requires_grad
         needs_wgrad = with_grad and any(w.requires_grad for w in weights)
-        arguments = self.plan, self.epsilons, state, sizes, ends
+        arguments = self.plan, self.epsilons, self.delayed, sizes, ends
         if into_main_grad and needs_wgrad:
             call = _Call(arguments, self._weight_ends(weights), weights, training)
             return _IntoMainGrad.apply(x, call, *weights)

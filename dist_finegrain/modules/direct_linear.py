@@ -31,13 +31,13 @@ _TWO_BUFFERS = ("float8", "float8_block")  # codes and one buffer of FP32 scales
 class DirectLinear:
     """A binding as the operator ``linear`` is told of it; made once.
 
-    delayed: the quantizers whose scale is read and whose amax is raised, in the operator's order:
-    row and column of input, weight and grad_output; () where there is none.
+    delayed: in the operator's order, row and column of input, weight and grad_output, the scale
+    that each reads and the amax that it raises; [] where there is none.
     """
 
     plan: list[int]
     epsilons: list[float]
-    delayed: tuple[Quantizer | None, ...]
+    delayed: list[torch.Tensor | None]
 
     @classmethod
     def for_use(cls, binding: Binding, device: torch.device) -> DirectLinear | None:
@@ -68,9 +68,10 @@ class DirectLinear:
             if packed is None:
                 return None
             plan, epsilons = plan + packed.words, epsilons + packed.epsilons
-            delayed += packed.delayed
+            for child in packed.delayed:  # bound quantizers keep their tensors
+                delayed += [None, None] if child is None else [child.scale, child.amax]
         plan += fast + [0] * (len(LINEAR_GEMMS) - len(fast)) + [gemm_counter(operands)]
-        return cls(plan, epsilons, tuple(delayed) if any(delayed) else ())
+        return cls(plan, epsilons, delayed if any(t is not None for t in delayed) else [])
 
     @staticmethod
     def takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype) -> bool:
@@ -95,11 +96,8 @@ class DirectLinear:
     ) -> torch.Tensor:
         """Y = X Wᵀ + b, [M, N], of what ``takes`` accepts; ``training``: delayed amaxes count."""
         with_grad = torch.is_grad_enabled()
-        state = []
-        for child in self.delayed:
-            state += [None, None] if child is None else [child.scale, child.amax]
         return torch.ops.dist_finegrain.linear.default(
-            x, weight, bias, self.plan, self.epsilons, state, with_grad and x.requires_grad,
+            x, weight, bias, self.plan, self.epsilons, self.delayed, with_grad and x.requires_grad,
             with_grad and weight.requires_grad, training,
         )  # fmt: skip
 
