@@ -43,6 +43,13 @@ TORCH_LIBRARY(dist_finegrain, m) {
       "linear(Tensor x, Tensor weight, Tensor? bias, int[] plan, float[] epsilons, "
       "Tensor?[] delayed, bool needs_dgrad, bool needs_wgrad, bool record) -> Tensor");
   m.def(
+      "linear_forward(Tensor x, Tensor weight, Tensor? bias, int[] plan, float[] epsilons, "
+      "Tensor?[] delayed, bool needs_dgrad, bool needs_wgrad, bool record) -> Tensor?[]");
+  m.def(
+      "linear_backward(Tensor grad, Tensor?[] saved, int[] plan, float[] epsilons, "
+      "Tensor?[] delayed, bool needs_dgrad, bool needs_bias, bool record, Tensor(a!) main_grad, "
+      "bool accumulate) -> Tensor?[]");
+  m.def(
       "gemm_groups(Tensor a, Tensor b, int a_options, int b_options, Tensor a_scales, "
       "Tensor b_scales, int gemm, int[] sizes, Tensor(a!)?[] out, int[] accumulate, bool fast) "
       "-> ()");

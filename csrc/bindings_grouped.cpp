@@ -173,19 +173,9 @@ Forward forward(DFG_GROUPED_PARAMETERS) {
   return {y, of_x.column, of_w.column};
 }
 
-// What backward reads of the forward: column planes of X and W. Undefined where it reads none.
-using Saved = std::array<Tensor, 4>;
-
 Saved saved_of(const Forward& made) {
   return {in_memory_order(made.x_column), made.x_column.scales, made.w_column.matrix,
           made.w_column.scales};
-}
-
-// A product can be written there, or added to it, without a copy.
-bool takes_products(const Tensor& matrix) {
-  const auto dtype = matrix.scalar_type();
-  return (dtype == at::kFloat || dtype == at::kBFloat16) && matrix.is_contiguous() &&
-         reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % kTile == 0;
 }
 
 // The cast of dY, and the GEMMs that read it.
@@ -234,9 +224,7 @@ class Gradients {
     const auto is_wanted = [&](size_t e) { return matrices.get(e).has_value(); };
     const Tensor all = of_weights(is_wanted, at::kFloat);
     for (size_t e = 0; e < sizes_.size(); ++e) {
-      if (!is_wanted(e)) continue;
-      const Tensor matrix = *matrices.get(e), made = all.select(0, static_cast<int64_t>(e));
-      accumulate[e] ? matrix.add_(made) : matrix.copy_(made);
+      if (is_wanted(e)) deliver(all[static_cast<int64_t>(e)], *matrices.get(e), accumulate[e]);
     }
   }
 
@@ -304,12 +292,7 @@ class GroupedFunction : public torch::autograd::Function<GroupedFunction> {
 c10::List<OptionalTensor> grouped_linear_forward(DFG_GROUPED_PARAMETERS) {
   const Below below;
   const Forward made = forward(DFG_GROUPED_ARGUMENTS);
-  c10::List<OptionalTensor> result;
-  result.push_back(made.y);
-  for (const Tensor& each : saved_of(made)) {
-    result.push_back(each.defined() ? OptionalTensor(each) : std::nullopt);
-  }
-  return result;
+  return listed(made.y, saved_of(made));
 }
 
 OptionalTensor grouped_linear_backward(const Tensor& grad, const c10::List<OptionalTensor>& saved,
@@ -320,12 +303,10 @@ OptionalTensor grouped_linear_backward(const Tensor& grad, const c10::List<Optio
                                        at::IntArrayRef accumulate) {
   const Below below;
   const size_t experts = sizes.size();
-  TORCH_CHECK_VALUE(
-      saved.size() == 4 && main_grads.size() == experts && accumulate.size() == experts,
-      "saved, main_grads and accumulate have ", saved.size(), ", ", main_grads.size(), " and ",
-      accumulate.size(), " entries; accepted: 4, and ", experts, " of each");
-  Saved held;
-  for (size_t i = 0; i < held.size(); ++i) held[i] = saved.get(i).value_or(Tensor());
+  TORCH_CHECK_VALUE(main_grads.size() == experts && accumulate.size() == experts,
+                    "main_grads and accumulate have ", main_grads.size(), " and ",
+                    accumulate.size(), " entries; accepted: ", experts, " of each");
+  const Saved held = saved_from(saved);
   bool needs_wgrad = false;
   for (const OptionalTensor& each : main_grads) needs_wgrad = needs_wgrad || each.has_value();
   const LayerPlan of(plan, epsilons);

@@ -90,6 +90,33 @@ Tensor aligned(const Tensor& buffer) {
   return is_aligned && buffer.is_contiguous() ? buffer : buffer.clone(at::MemoryFormat::Contiguous);
 }
 
+bool takes_products(const Tensor& matrix) {
+  const auto dtype = matrix.scalar_type();
+  return (dtype == at::kFloat || dtype == at::kBFloat16) && matrix.is_contiguous() &&
+         reinterpret_cast<uintptr_t>(matrix.const_data_ptr()) % kTile == 0;
+}
+
+void deliver(const Tensor& made, const Tensor& matrix, bool adds) {
+  adds ? matrix.add_(made) : matrix.copy_(made);
+}
+
+c10::List<OptionalTensor> listed(const Tensor& y, const Saved& saved) {
+  c10::List<OptionalTensor> result;
+  result.push_back(y);
+  for (const Tensor& each : saved) {
+    result.push_back(each.defined() ? OptionalTensor(each) : std::nullopt);
+  }
+  return result;
+}
+
+Saved saved_from(const c10::List<OptionalTensor>& list) {
+  Saved saved;
+  TORCH_CHECK_VALUE(list.size() == saved.size(), "saved has ", list.size(),
+                    " entries; accepted: ", saved.size(), ", as the forward returned them");
+  for (size_t i = 0; i < saved.size(); ++i) saved[i] = list.get(i).value_or(Tensor());
+  return saved;
+}
+
 Tensor in_memory_order(const Operand& column) {
   return column.options || !column.matrix.defined() ? column.matrix : column.matrix.t();
 }

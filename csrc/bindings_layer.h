@@ -63,10 +63,21 @@ struct Below {
 // Contiguous and at an address that GEMMs take: itself, or a copy.
 at::Tensor aligned(const at::Tensor& buffer);
 
+// A product can be written there, or added to it, without a copy.
+bool takes_products(const at::Tensor& matrix);
+
+// `made` written to `matrix`, or added to it with one rounding of the sum.
+void deliver(const at::Tensor& made, const at::Tensor& matrix, bool adds);
+
 // What hooks of saved tensors see, and may give back in strides of their own: Identity's column
 // plane is the transpose of what is stored.
 at::Tensor in_memory_order(const Operand& column);
 Operand unpacked(const at::Tensor& matrix, const at::Tensor& scales, int64_t options);
+
+// What backward reads of the forward: column planes of X and W. Undefined where it reads none.
+using Saved = std::array<at::Tensor, 4>;
+c10::List<OptionalTensor> listed(const at::Tensor& y, const Saved& saved);
+Saved saved_from(const c10::List<OptionalTensor>& list);
 
 // Gradients of these raise an error instead of being left out.
 std::vector<at::Tensor> refusing_another(std::vector<at::Tensor> outputs);

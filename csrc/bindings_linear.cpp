@@ -39,17 +39,26 @@ LayerPlan plan_of(at::IntArrayRef words, at::ArrayRef<double> epsilons, const De
   return plan;
 }
 
-// [R, S] of x's dtype and device.
-Tensor multiply(const LayerPlan& plan, Gemm gemm, const Operand& a, const Operand& b,
-                const OptionalTensor& bias, const Tensor& x) {
+// An FP8 product written to `out`, or added to it.
+void multiply_into(const LayerPlan& plan, Gemm gemm, const Operand& a, const Operand& b,
+                   const OptionalTensor& bias, const Tensor& out, bool adds) {
   count(plan, gemm, 1);
-  if (!a.options) return at::linear(a.matrix, b.matrix, bias);
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("dist_finegrain::gemm", "")
                              .typed<void(DFG_GEMM_PARAMETERS)>();
-  const Tensor out = at::empty({a.matrix.size(0), b.matrix.size(0)}, x.options());
   op.call(a.matrix, b.matrix, gemm_options(a.options), gemm_options(b.options), a.scales, b.scales,
-          std::nullopt, bias, out, false, plan.fast[gemm]);
+          std::nullopt, bias, out, adds, plan.fast[gemm]);
+}
+
+// [R, S] of x's dtype and device.
+Tensor multiply(const LayerPlan& plan, Gemm gemm, const Operand& a, const Operand& b,
+                const OptionalTensor& bias, const Tensor& x) {
+  if (!a.options) {
+    count(plan, gemm, 1);
+    return at::linear(a.matrix, b.matrix, bias);
+  }
+  const Tensor out = at::empty({a.matrix.size(0), b.matrix.size(0)}, x.options());
+  multiply_into(plan, gemm, a, b, bias, out, false);
   return out;
 }
 
@@ -79,6 +88,54 @@ Forward forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bia
   return {multiply(plan, kFprop, of_x.row, of_w.row, bias, x), of_x.column, of_w.column};
 }
 
+Saved saved_of(const Forward& made, bool needs_dgrad, bool needs_wgrad) {
+  const Operand none;
+  const Operand &x_column = needs_wgrad ? made.x_column : none,
+                &w_column = needs_dgrad ? made.w_column : none;
+  return {in_memory_order(x_column), x_column.scales, in_memory_order(w_column), w_column.scales};
+}
+
+// The cast of dY, and what is made of it.
+class Gradients {
+ public:
+  Gradients(const Tensor& grad, const Saved& saved, const LayerPlan& plan, bool needs_dgrad,
+            bool needs_wgrad, bool needs_bias)
+      : plan_(plan), dy_(grad.contiguous()) {
+    of_dy_ = operands_of(dy_, plan.slots[kGradOutput], needs_dgrad, needs_wgrad, needs_bias);
+    if (needs_wgrad) x_column_ = unpacked(saved[0], saved[1], plan.slots[kInput].column);
+    if (needs_dgrad) w_column_ = unpacked(saved[2], saved[3], plan.slots[kWeight].column);
+  }
+
+  Tensor of_x() const { return multiply(plan_, kDgrad, of_dy_.row, w_column_, std::nullopt, dy_); }
+
+  Tensor of_weight() const {
+    return multiply(plan_, kWgrad, of_dy_.column, x_column_, std::nullopt, dy_);
+  }
+
+  void of_weight_into(const Tensor& matrix, bool adds) const {
+    TORCH_CHECK_VALUE(of_dy_.column.options && x_column_.options,
+                      "plan has a wgrad of Identity planes; accepted: FP8 with main_grad");
+    if (takes_products(matrix)) {
+      multiply_into(plan_, kWgrad, of_dy_.column, x_column_, std::nullopt, matrix, adds);
+      return;
+    }
+    const Tensor made = at::empty(matrix.sizes(), matrix.options().dtype(at::kFloat));
+    multiply_into(plan_, kWgrad, of_dy_.column, x_column_, std::nullopt, made, false);
+    deliver(made, matrix, adds);
+  }
+
+  Tensor of_bias() const {
+    const Tensor& rows = of_dy_.bias_partials ? *of_dy_.bias_partials : dy_;
+    return rows.sum({0}, false, at::kFloat).to(dy_.scalar_type());
+  }
+
+ private:
+  const LayerPlan& plan_;
+  Tensor dy_;
+  Operands of_dy_;
+  Operand x_column_, w_column_;
+};
+
 // Saves the column planes; the scales and amaxes of delayed scaling are read and raised when
 // backward runs.
 class LinearFunction : public torch::autograd::Function<LinearFunction> {
@@ -89,12 +146,9 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
                         bool needs_dgrad, bool needs_wgrad, bool record) {
     const Below below;
     const LayerPlan plan = plan_of(words, epsilons, delayed, record);
-    Forward made = dfg::forward(x, weight, bias, plan, needs_dgrad, needs_wgrad);
-    Operand none;
-    const Operand &x_column = needs_wgrad ? made.x_column : none,
-                  &w_column = needs_dgrad ? made.w_column : none;
-    ctx->save_for_backward(
-        {in_memory_order(x_column), x_column.scales, in_memory_order(w_column), w_column.scales});
+    const Forward made = dfg::forward(x, weight, bias, plan, needs_dgrad, needs_wgrad);
+    const Saved saved = saved_of(made, needs_dgrad, needs_wgrad);
+    ctx->save_for_backward({saved.begin(), saved.end()});
     ctx->saved_data["plan"] = words.vec();
     ctx->saved_data["epsilons"] = epsilons.vec();
     ctx->saved_data["delayed"] = delayed;
@@ -117,21 +171,11 @@ class LinearFunction : public torch::autograd::Function<LinearFunction> {
       const auto epsilons = ctx->saved_data["epsilons"].toDoubleVector();
       const LayerPlan plan =
           plan_of(words, epsilons, ctx->saved_data["delayed"].to<DelayedState>(), flags >> 2 & 1);
-      const QuantizeOptions& slot = plan.slots[kGradOutput];
-      const Tensor dy = grads[0].contiguous();
-      const Operands of_dy = operands_of(dy, slot, needs_dgrad, needs_wgrad, needs_bias);
-      if (needs_dgrad) {
-        const Operand w_column = unpacked(saved[2], saved[3], plan.slots[kWeight].column);
-        result[0] = multiply(plan, kDgrad, of_dy.row, w_column, std::nullopt, dy);
-      }
-      if (needs_wgrad) {
-        const Operand x_column = unpacked(saved[0], saved[1], plan.slots[kInput].column);
-        result[1] = multiply(plan, kWgrad, of_dy.column, x_column, std::nullopt, dy);
-      }
-      if (needs_bias) {
-        const Tensor& rows = of_dy.bias_partials ? *of_dy.bias_partials : dy;
-        result[2] = rows.sum({0}, false, at::kFloat).to(dy.scalar_type());
-      }
+      const Gradients gradients(grads[0], {saved[0], saved[1], saved[2], saved[3]}, plan,
+                                needs_dgrad, needs_wgrad, needs_bias);
+      if (needs_dgrad) result[0] = gradients.of_x();
+      if (needs_wgrad) result[1] = gradients.of_weight();
+      if (needs_bias) result[2] = gradients.of_bias();
     }
     return is_again ? refusing_another(std::move(result)) : result;
   }
@@ -153,6 +197,35 @@ Tensor linear_alone(DFG_LINEAR_PARAMETERS) {
   return forward(x, weight, bias, plan_of(plan, epsilons, delayed, record), false, false).y;
 }
 
+// For an autograd node of Python's, which knows where the gradient of the weight goes: Y and what
+// backward reads, and backward itself, which gives dX and db.
+c10::List<OptionalTensor> linear_forward(DFG_LINEAR_PARAMETERS) {
+  const Below below;
+  const Forward made =
+      forward(x, weight, bias, plan_of(plan, epsilons, delayed, record), needs_dgrad, needs_wgrad);
+  return listed(made.y, saved_of(made, needs_dgrad, needs_wgrad));
+}
+
+c10::List<OptionalTensor> linear_backward(const Tensor& grad,
+                                          const c10::List<OptionalTensor>& saved,
+                                          at::IntArrayRef words, at::ArrayRef<double> epsilons,
+                                          const DelayedState& delayed, bool needs_dgrad,
+                                          bool needs_bias, bool record, const Tensor& main_grad,
+                                          bool accumulate) {
+  const Below below;
+  const LayerPlan plan = plan_of(words, epsilons, delayed, record);
+  const Gradients gradients(grad, saved_from(saved), plan, needs_dgrad, true, needs_bias);
+  gradients.of_weight_into(main_grad, accumulate);
+  c10::List<OptionalTensor> result;
+  result.push_back(needs_dgrad ? OptionalTensor(gradients.of_x()) : std::nullopt);
+  result.push_back(needs_bias ? OptionalTensor(gradients.of_bias()) : std::nullopt);
+  return result;
+}
+
+TORCH_LIBRARY_IMPL(dist_finegrain, CompositeExplicitAutograd, m) {
+  m.impl("linear_forward", linear_forward);
+  m.impl("linear_backward", linear_backward);
+}
 TORCH_LIBRARY_IMPL(dist_finegrain, Autograd, m) { m.impl("linear", linear); }
 TORCH_LIBRARY_IMPL(dist_finegrain, CPU, m) { m.impl("linear", linear_alone); }
 TORCH_LIBRARY_IMPL(dist_finegrain, CUDA, m) { m.impl("linear", linear_alone); }

@@ -20,7 +20,9 @@ from ..ops import lt
 from ..ops.gemm import gemm_counter, scale_kind
 from ..roles import LINEAR_GEMMS
 from .binding import Binding
+from .main_grad import dummy_gradient, main_grads
 
+_ops = torch.ops.dist_finegrain
 TILE = 16  # rows and columns that are stored without padding are multiples of it
 DTYPES = (torch.bfloat16, torch.float16)
 SLOTS = ("input", "weight", "grad_output")
@@ -38,6 +40,7 @@ class DirectLinear:
     plan: list[int]
     epsilons: list[float]
     delayed: list[torch.Tensor | None]
+    has_fp8_wgrad: bool
 
     @classmethod
     def for_use(cls, binding: Binding, device: torch.device) -> DirectLinear | None:
@@ -71,7 +74,9 @@ class DirectLinear:
             for child in packed.delayed:  # bound quantizers keep their tensors
                 delayed += [None, None] if child is None else [child.scale, child.amax]
         plan += fast + [0] * (len(LINEAR_GEMMS) - len(fast)) + [gemm_counter(operands)]
-        return cls(plan, epsilons, delayed if any(t is not None for t in delayed) else [])
+        has_fp8_wgrad = "wgrad" in operands and operands["wgrad"][0].family != "identity"
+        delayed = delayed if any(t is not None for t in delayed) else []
+        return cls(plan, epsilons, delayed, has_fp8_wgrad)
 
     @staticmethod
     def takes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype) -> bool:
@@ -93,13 +98,46 @@ class DirectLinear:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         training: bool,
+        into_main_grad: bool = False,
     ) -> torch.Tensor:
-        """Y = X Wᵀ + b, [M, N], of what ``takes`` accepts; ``training``: delayed amaxes count."""
+        """Y = X Wᵀ + b, [M, N], of what ``takes`` accepts; ``training``: delayed amaxes count.
+
+        into_main_grad: the weight's gradient goes there, as ``fuse_wgrad_accumulation`` says; only
+        with ``has_fp8_wgrad``.
+        """
         with_grad = torch.is_grad_enabled()
-        return torch.ops.dist_finegrain.linear.default(
+        needs_wgrad = with_grad and weight.requires_grad
+        if into_main_grad and needs_wgrad:
+            return _IntoMainGrad.apply(x, weight, bias, self, training)
+        return _ops.linear.default(
             x, weight, bias, self.plan, self.epsilons, self.delayed, with_grad and x.requires_grad,
-            with_grad and weight.requires_grad, training,
+            needs_wgrad, training,
         )  # fmt: skip
+
+
+class _IntoMainGrad(torch.autograd.Function):
+    """Y of x [M, K] and the weight [N, K], whose main_grad is looked up when backward runs."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, direct: DirectLinear, training: bool):
+        ctx.arguments = direct.plan, direct.epsilons, direct.delayed
+        ctx.parameter, ctx.training = weight, training
+        y, *saved = _ops.linear_forward.default(
+            x, weight, bias, *ctx.arguments, x.requires_grad, True, training
+        )
+        ctx.save_for_backward(*saved)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (main_grad,), (is_sum,) = main_grads([ctx.parameter])
+        needs_x, _, needs_bias, *_ = ctx.needs_input_grad
+        grad_x, grad_bias = _ops.linear_backward.default(
+            grad, ctx.saved_tensors, *ctx.arguments, needs_x, needs_bias, ctx.training, main_grad,
+            is_sum,
+        )  # fmt: skip
+        return grad_x, dummy_gradient(ctx.parameter), grad_bias, None, None
 
 
 @dataclasses.dataclass(frozen=True)

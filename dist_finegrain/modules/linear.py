@@ -268,8 +268,12 @@ class Linear(QuantizedModule):
         direct = None
         if self._is_simple(added_bias) and is_first_microbatch is None:
             direct = DirectLinear.for_use(binding, x.device)
+        is_fused = self.fuse_wgrad_accumulation and weight.requires_grad and grad_enabled
+        if direct and is_fused and not direct.has_fp8_wgrad:
+            direct = None
         if direct and direct.takes(matrix, weight, added_bias, compute_dtype):
-            y = direct(matrix, weight, added_bias, grad_enabled and self.training)
+            training = grad_enabled and self.training
+            y = direct(matrix, weight, added_bias, training, is_fused)
             y = y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
             return (y, bias) if self.return_bias else y
         needs = (grad_enabled and x.requires_grad, grad_enabled and weight.requires_grad)
@@ -329,7 +333,7 @@ class Linear(QuantizedModule):
         """Whether DirectLinear does all that this module was built for, with this bias."""
         is_alone = self.tp_size == 1 and not self.sequence_parallel
         adds_bias_later = self.parallel_mode == "row" and bias is not None
-        keeps = self.fuse_wgrad_accumulation or self.delay_wgrad_compute or self.save_original_input
+        keeps = self.delay_wgrad_compute or self.save_original_input
         return is_alone and not adds_bias_later and not keeps
 
     def _cache_for(self, is_first_microbatch: bool | None, binding, dtype) -> WeightCache | None:

@@ -105,13 +105,21 @@ def taken(monkeypatch):
     return count
 
 
-def training(name, device, monkeypatch, is_short, frozen="", bias=True, dtype=torch.bfloat16):
-    """y, dX, dW, db of three steps, the delayed scales after each, and the GEMMs counted."""
+def training(
+    name, device, monkeypatch, is_short, frozen="", bias=True, dtype=torch.bfloat16, main_grad=None
+):
+    """y, dX, dW, db of three steps, the delayed scales after each, and the GEMMs counted.
+
+    main_grad: where dW goes instead.
+    """
     if not is_short:
         monkeypatch.setattr(DirectLinear, "takes", staticmethod(lambda *_: False))
     torch.manual_seed(0)
-    module = dfg.Linear(K, N, bias=bias, params_dtype=dtype, device=device, name="demo.fc1")
+    options = {"fuse_wgrad_accumulation": main_grad is not None, "name": "demo.fc1"}
+    module = dfg.Linear(K, N, bias=bias, params_dtype=dtype, device=device, **options)
     module.weight.requires_grad_(frozen != "weight")
+    if main_grad is not None:
+        module.weight.main_grad = main_grad.clone()
     with torch.no_grad():
         module.weight.mul_(10)
         if bias:
@@ -128,6 +136,7 @@ def training(name, device, monkeypatch, is_short, frozen="", bias=True, dtype=to
             y = module(x)
         y.backward(dy)
         found += [y.detach(), x.grad, module.weight.grad, module.bias.grad if bias else None]
+        found += [] if main_grad is None else [module.weight.main_grad.clone()]
         module.zero_grad()
         dfg.end_step()
         found += [slot.scale.clone() for _, slot in sorted(module._delayed.items())]
@@ -152,6 +161,50 @@ def test_bits_and_counts_are_those_of_the_long_way(name, frozen, device, taken):
         assert len(taken) == 3
     assert_same_bits(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
+
+
+@pytest.mark.parametrize("kind", ["FP32", "BF16", "FP16", "transposed"])
+@pytest.mark.parametrize("frozen", ["", "weight", "input"])
+@pytest.mark.parametrize("name", sorted(set(DIRECT) - {"identity"}))
+def test_main_grad_is_that_of_the_long_way(name, frozen, kind, device, taken):
+    """Added to over three steps; a matrix that no GEMM writes is added to from a copy."""
+    dtype = {"BF16": torch.bfloat16, "FP16": torch.float16}.get(kind, torch.float32)
+    main_grad = torch.full((N, K), 0.5, dtype=dtype, device=device)
+    if kind == "transposed":
+        main_grad = main_grad.t().contiguous().t()
+    results = []
+    for is_short in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            results.append(training(name, device, patch, is_short, frozen, main_grad=main_grad))
+    has_fp8_wgrad = name != "block, BF16 wgrad" or frozen == "weight"
+    assert len(taken) == (3 if has_fp8_wgrad else 0)
+    assert_same_bits(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+    assert torch.equal(results[0][0][4], main_grad) == (frozen == "weight")
+
+
+def test_main_grad_is_the_one_that_backward_finds(device, taken):
+    """Overwritten where the weight says so; autograd's hooks get zeros where they want some."""
+    recipe = dfg.CustomRecipe(factories.current_scaling_factory, execution="native")
+    x, dy = (torch.randn(M, width, device=device).bfloat16() for width in (K, N))
+    results = []
+    for is_fused in (False, True):
+        torch.manual_seed(0)
+        module = dfg.Linear(
+            K, N, params_dtype=torch.bfloat16, device=device, fuse_wgrad_accumulation=is_fused
+        )
+        weight = module.weight
+        weight.main_grad = old = torch.ones(N, K, dtype=torch.bfloat16, device=device)
+        weight.grad_added_to_main_grad, weight.overwrite_main_grad = False, True
+        with dfg.autocast(recipe=recipe):
+            y = module(x)
+        weight.main_grad = torch.ones_like(old)
+        y.backward(dy)
+        assert (old == 1).all() and weight.grad_added_to_main_grad == is_fused
+        assert weight.grad.any() != is_fused
+        results.append([weight.main_grad if is_fused else weight.grad, module.bias.grad])
+    assert_same_bits(*results)
+    assert len(taken) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -191,9 +244,6 @@ def test_shapes_and_uses_that_go_the_long_way(device, taken):
     assert run(linear(), is_first_microbatch=True) == 1
     assert run(linear(save_original_input=True)) == 1
     assert run(linear(delay_wgrad_compute=True)) == 1
-    fused = linear(fuse_wgrad_accumulation=True)
-    fused.weight.main_grad = torch.zeros(N, K, device=device)
-    assert run(fused) == 1
     shifted = linear()
     shifted.bias = torch.nn.Parameter(torch.zeros(N + 1, device=device).to(torch.bfloat16)[1:])
     assert run(shifted) == 1
