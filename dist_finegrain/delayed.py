@@ -130,19 +130,21 @@ def update_slots(
     """
     absent = {} if absent is None else absent
     devices = dict(joined or {})
+    shared = [slot for slot in slots if slot.group is not None]
+    # What other ranks have concerns this one while a module of its own is in that group.
+    known = devices.keys() | {slot.group for slot in shared}
+    for key in [key for key in absent if key[0] not in known]:
+        del absent[key]
     if _is_capturing():  # a group without slots has nothing to refuse
         devices.clear()
-    for (group, _), slot in absent.items():
-        devices[group] = slot.pending.device
     groups: dict[Any, list[DelayedSlot]] = {group: [] for group in devices}
-    shared = [slot for slot in slots if slot.group is not None]
     for slot in sorted(shared, key=lambda slot: slot.sort_key):
         groups.setdefault(slot.group, []).append(slot)
         devices[slot.group] = slot.pending.device
     here = {(group, slot.sort_key) for group, those in groups.items() for slot in those}
     for key in here & absent.keys():
         del absent[key]
-    for group in sorted(groups, key=collectives.group_ranks):
+    for group in sorted(groups, key=collectives.group_order):
         if collectives.communicates(group):
             if _is_capturing():
                 raise RuntimeError(

@@ -28,7 +28,7 @@ class _Steps:
     postponed: bool = False
     slots: Any = dataclasses.field(default_factory=weakref.WeakSet)
     absent: Absent = dataclasses.field(default_factory=dict)
-    joined: dict[Any, torch.device] = dataclasses.field(default_factory=dict)
+    members: Any = dataclasses.field(default_factory=weakref.WeakKeyDictionary)
 
 
 _steps = _Steps()
@@ -44,12 +44,15 @@ def note_training_forward() -> None:
     _steps.forward_seen = True
 
 
-def join(group: Any, device: torch.device) -> None:
-    """Take part in this step's reduction of ``group``, with delayed scales of this rank or without.
+def join(module: torch.nn.Module, group: Any, device: torch.device) -> None:
+    """Reduce over ``group`` at every end of step while ``module`` lives; over none for None.
 
     Another rank may have run a module with delayed scaling that this one has left out so far.
     """
-    _steps.joined[group] = device
+    if group is not None:
+        _steps.members[module] = group, device
+    elif _steps.members:
+        _steps.members.pop(module, None)
 
 
 def register_slot(slot: DelayedSlot) -> None:
@@ -74,7 +77,8 @@ def end_step() -> None:
 
     Called by an optimizer hook unless you call it; once you have called it, only your calls count
     (needed with several optimizers). Inside a backward pass it is postponed to the next autocast.
-    Communicates: one int64 and one FP32 MAX all-reduce per delayed-scaling group, on every rank.
+    Communicates: one int64 MAX all-reduce for each amax_reduction_group that modules trained under,
+    and each other group with delayed scaling; one of FP32 where there is any; on every rank.
     """
     _steps.user_driven = True
     _end_or_postpone()
@@ -88,7 +92,7 @@ def finish_postponed_step() -> None:
 
 def _after_optimizer_step(*_args) -> None:
     # Ranks that share scales must all get to the reduction, whether or not each ran a forward.
-    is_shared = _steps.joined or _steps.absent or any(s.group is not None for s in _steps.slots)
+    is_shared = _steps.members or any(slot.group is not None for slot in _steps.slots)
     if not _steps.user_driven and (_steps.forward_seen or is_shared):
         _end_or_postpone()
 
@@ -101,8 +105,7 @@ def _end_or_postpone() -> None:
 
 
 def _end_step() -> None:
-    update_slots(registered_slots(), _steps.absent, _steps.joined)
-    _steps.joined.clear()
+    update_slots(registered_slots(), _steps.absent, dict(_steps.members.values()))
     _steps.completed += 1
     advance_rounding_step(_steps.completed)
     _steps.forward_seen = _steps.postponed = False

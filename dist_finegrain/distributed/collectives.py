@@ -53,8 +53,13 @@ def group_rank(group: Any) -> int:
 
 
 def group_ranks(group: Any) -> tuple[int, ...]:
-    """Global ranks of ``group``; they also sort groups alike on every rank."""
+    """Global ranks of ``group``."""
     return () if group is None else tuple(dist.get_process_group_ranks(group))
+
+
+def group_order(group: Any) -> tuple[tuple[int, ...], str]:
+    """Sorts groups alike on every rank, also several of the same ranks."""
+    return group_ranks(group), "" if group is None else group.group_name
 
 
 def all_reduce_max(

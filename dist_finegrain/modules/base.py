@@ -131,10 +131,9 @@ class QuantizedModule(torch.nn.Module):
             stepping.note_training_forward()
         if not frame.enabled:
             return HIGH_PRECISION
-        group = frame.amax_reduction_group
-        if group is not None and self.training and torch.is_grad_enabled():
-            if collectives.communicates(group):
-                stepping.join(group, device)
+        if self.training and torch.is_grad_enabled():
+            group = frame.amax_reduction_group
+            stepping.join(self, group if collectives.communicates(group) else None, device)
         binding = self._binding_for(frame, device, compute_dtype)
         if torch.is_grad_enabled() and not binding.has_backward:
             self._resolve(binding, "backward", frame, device)

@@ -223,8 +223,9 @@ class GroupedCall:
     # Weight gradients.
     def weight_gradients(self, dy_col: Operand, x_col: Operand, dtype: torch.dtype):
         """dW of each expert for autograd; Nones when delayed or accumulated into main_grad."""
-        make = self._into_main_grad if self.fuse_wgrad_accumulation else self._into_grad
-        make = functools.partial(make, dy_col, x_col, dtype)
+        make = functools.partial(self._into_grad, dy_col, x_col, dtype)
+        if self.fuse_wgrad_accumulation:
+            make = functools.partial(self._into_main_grad, dy_col, x_col)
         if self.wgrad_store is None:
             return make()
         self.wgrad_store.append(make)
@@ -233,8 +234,8 @@ class GroupedCall:
     def _into_grad(self, dy_col: Operand, x_col: Operand, dtype: torch.dtype):
         return self.run("wgrad", dy_col, x_col, dtype).unbind()
 
-    def _into_main_grad(self, dy_col: Operand, x_col: Operand, dtype: torch.dtype):
-        """Add dW to main_grad in FP32, with one rounding to its dtype."""
+    def _into_main_grad(self, dy_col: Operand, x_col: Operand):
+        """Add dW to main_grad, with one rounding to its dtype after those of the kernel."""
         if self._is_loop("wgrad"):
             self._each_into_main_grad(dy_col, x_col)
         else:

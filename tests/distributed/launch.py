@@ -33,23 +33,24 @@ def run_ranks(
     nproc: int,
     *args: Any,
     timeout: float = 120,
-    env: dict[str, str] | None = None,
+    fresh: bool = False,
 ) -> list[Any]:
     """Run ``target(*args)`` on ``nproc`` ranks and wait for them.
 
     target: a module-level function, called on each rank with the default gloo group initialised
     (args and results are pickled), or the path of a script, run by torchrun, that takes args as its
     command line.
-    timeout: seconds until all ranks are stopped. env: set on top of this process's variables.
+    timeout: seconds until all ranks are stopped. fresh: the ranks of a function are not forked, so
+    that they hash strings differently, as under torchrun: for what sets or hashes could order.
 
     Returns by rank the results of a function, or the standard output of a script.
     Raises AssertionError with the stderr tail of the failing ranks, the first to fail first.
     """
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
         if callable(target):
-            _call(target, args, nproc, timeout, env or {}, Path(folder))
+            _call(target, args, nproc, timeout, "spawn" if fresh else "forkserver", Path(folder))
             return [pickle.loads(_result_path(folder, r).read_bytes()) for r in range(nproc)]
-        _torchrun([str(target), *map(str, args)], nproc, timeout, env or {}, Path(folder))
+        _torchrun([str(target), *map(str, args)], nproc, timeout, Path(folder))
         return [_log(Path(folder), r, "stdout").read_text() for r in range(nproc)]
 
 
@@ -62,22 +63,23 @@ def _import_path(function: Callable) -> tuple[str, str]:
     return function.__module__, function.__qualname__
 
 
-def _call(function, args, nproc, timeout, env, folder: Path) -> None:
+def _call(function, args, nproc, timeout, start_method, folder: Path) -> None:
     """Call ``function`` on every rank; AssertionError unless all return in time."""
     # Not imported above: every test process imports this file.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 
     name = function.__qualname__
     call = (str(folder), nproc, *_import_path(function), pickle.dumps(args), timeout)
+    call += (frozenset(os.environ),)
     multiprocessing.set_forkserver_preload(_PRELOADED)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # _report says it
     ranks = start_processes(
         name,
         _run_rank,
         {rank: (rank, *call) for rank in range(nproc)},
-        {rank: {**os.environ, **env, "RANK": str(rank)} for rank in range(nproc)},
+        {rank: {**os.environ, "RANK": str(rank)} for rank in range(nproc)},
         DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
-        start_method="forkserver",
+        start_method=start_method,
     )
     try:
         result = ranks.wait(timeout, period=0.02)
@@ -91,7 +93,7 @@ def _call(function, args, nproc, timeout, env, folder: Path) -> None:
         raise AssertionError(f"{name} on {nproc} ranks: {failure}\n{_report('', folder, first)}")
 
 
-def _torchrun(command, nproc, timeout, env, folder: Path) -> None:
+def _torchrun(command, nproc, timeout, folder: Path) -> None:
     """Run torchrun to its end; AssertionError unless every rank exits with 0 in time."""
     name = Path(command[0]).name
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -102,7 +104,6 @@ def _torchrun(command, nproc, timeout, env, folder: Path) -> None:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        **env,
     }
     process = subprocess.Popen(
         [*launcher, *command],
@@ -161,11 +162,13 @@ def _result_path(folder: str | Path, rank: int) -> Path:
     return Path(folder, f"result_{rank}.pickle")
 
 
-def _run_rank(rank, folder, nproc, module, function, args, timeout) -> None:
+def _run_rank(rank, folder, nproc, module, function, args, timeout, variables) -> None:
     """One rank of a function's run: set up gloo, call, store the result."""
     import torch
     import torch.distributed as dist
 
+    for name in os.environ.keys() - variables - {"RANK"}:
+        del os.environ[name]  # the server was started with it
     torch.set_num_threads(1)
     # A hang then shows where this rank waits, before it is ended.
     faulthandler.dump_traceback_later(max(0.9 * timeout, 1), exit=True)

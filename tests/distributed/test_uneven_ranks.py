@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,10 @@ from tests.distributed.launch import run_ranks
 from tests.recipes import PLAIN, emulated
 
 H = 64
+NEVER = 99  # a step that is not reached
+
+# Ranks that hash differently: lists of slots must be ordered alike all the same.
+run_ranks = functools.partial(run_ranks, fresh=True)
 
 
 def scales(module) -> dict:
@@ -127,7 +133,7 @@ def one_rank_knows_no_delayed_scale(first_step):
     for step in range(4):
         with dfg.autocast(recipe=emulated(only_rare_is_delayed), amax_reduction_group=group):
             y = layers["fc"](rows_of(16, 1.0))
-            if (rank == 0 or step >= first_step) and first_step < 5:
+            if step >= (0 if rank == 0 and first_step != NEVER else first_step):
                 y = y + layers["rare"](rows_of(16, 2.0**step))
         y.sum().backward()
         optimizer.step()
@@ -145,9 +151,49 @@ def test_rank_that_knows_no_delayed_scale_joins_the_reduction(first_step):
 
 
 def test_where_no_rank_has_a_delayed_scale_only_that_is_agreed_on():
-    for scales_, report in run_ranks(one_rank_knows_no_delayed_scale, 2, 5):
+    for scales_, report in run_ranks(one_rank_knows_no_delayed_scale, 2, NEVER):
         assert not scales_
         assert {(r.kind, r.what): r.collectives for r in report.rows} == {("agreement", "hash"): 4}
+
+
+def steps_of_unlike_ranks():
+    """Ends of steps that each rank reaches from elsewhere; what is reduced, step by step."""
+    groups, rank = [dist.new_group([0, 1]) for _ in range(2)], dist.get_rank()
+    names = ("fc", "rare", "other")
+    layers = {name: dfg.Linear(H, H, bias=False, name=name) for name in names}
+    optimizer = torch.optim.SGD([p for m in layers.values() for p in m.parameters()], lr=0.0)
+    kinds = []
+
+    def step(*runs):
+        dfg.comm_report(reset=True)
+        for name, group in runs:
+            with dfg.autocast(recipe=emulated(only_rare_is_delayed), amax_reduction_group=group):
+                layers[name](rows_of(16, 1.0)).sum().backward()
+        optimizer.step()
+        kinds.append({(r.kind, r.what): r.collectives for r in dfg.comm_report().rows})
+
+    first, second = groups
+    both = [("fc", first), ("other", second)]
+    step(*both[:: 1 if rank == 0 else -1])
+    step(*both * (rank == 0))  # rank 1 has no data
+    step(*both[rank:])
+    step(*[("rare", first)] * rank, ("fc", first))
+    step(("fc", None), ("other", None), *[("rare", None)] * rank)  # what left the groups
+    layers.clear()
+    dist.barrier()
+    for group in groups:
+        dist.destroy_process_group(group)
+    plain = torch.nn.Parameter(torch.ones(1))
+    plain.grad = torch.ones(1)
+    torch.optim.SGD([plain], lr=0.0).step()
+    return kinds
+
+
+def test_every_rank_ends_every_step_while_its_modules_live():
+    """With data or without, in groups of the same ranks, and after the groups have gone."""
+    for kinds in run_ranks(steps_of_unlike_ranks, 2, timeout=60):
+        hashes = [found.get(("agreement", "hash"), 0) for found in kinds]
+        assert hashes == [2, 2, 2, 2, 0], kinds
 
 
 def two_groups_one_idle():
