@@ -1,7 +1,7 @@
 """Every module on 1, 2 and 4 ranks equals the same on one, in planes, results and over SGD steps.
 
 One process group per rank count, the cases looped inside (rank_parity). The twelve hybrids are
-listed in format_pairs.
+listed in format_pairs. The products that take minutes run with --run-slow --run-nightly.
 """
 
 from __future__ import annotations
@@ -65,6 +65,20 @@ def test_full_product_on_one_rank():
 
 
 @pytest.mark.slow
+def test_formats_and_hybrids_on_two_ranks():
+    assert_parity(
+        2,
+        {
+            "linear": PRODUCT,
+            "linear rows": ["block", "mxfp8", "nvfp4"],
+            "layernorm": list(FORMATS),
+            "grouped": PRODUCT,
+        },
+    )
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_full_product_on_two_ranks():
     """Bug case 32: blocks end where a rank's rows do, whatever their number."""
     every = sorted({**ALL, **PAIRS})
@@ -81,6 +95,7 @@ def test_full_product_on_two_ranks():
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_full_product_on_four_ranks():
     """Bug case 32, with more segments."""
