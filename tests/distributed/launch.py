@@ -17,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -90,7 +91,14 @@ def _call(function, args, nproc, timeout, start_method, folder: Path) -> None:
         if result is not None:
             first, failed = next(iter(result.failures.items()))
             failure = f"exit code {failed.exitcode}"
+            first = _first_to_raise(folder, first)
         raise AssertionError(f"{name} on {nproc} ranks: {failure}\n{_report('', folder, first)}")
+
+
+def _first_to_raise(folder: Path, found: int) -> int:
+    """The rank that raised first; ``found``, whose end was seen first, where none raised."""
+    times = {int(p.suffix[1:]): int(p.read_text()) for p in folder.glob("raised.*")}
+    return min(times, key=times.get, default=found)
 
 
 def _torchrun(command, nproc, timeout, folder: Path) -> None:
@@ -185,6 +193,10 @@ def _run_rank(rank, folder, nproc, module, function, args, timeout, variables) -
         dist.barrier()  # a rank that is done must not close connections that others still use
         dist.destroy_process_group()
     except BaseException:
+        # Before the connections of this rank close, and others fail of it.
+        raised = Path(folder, f"raising.{rank}")
+        raised.write_text(str(time.monotonic_ns()))
+        raised.rename(raised.with_stem("raised"))  # whole, or not there
         traceback.print_exc()  # the library keeps it elsewhere
         raise
     finally:
