@@ -105,18 +105,12 @@ def choose_grouped(
     reasons = [why_not_together(kind, quantizers[kind], why_unfused) for kind in kinds]
     reason = next(filter(None, reasons), "")
     if reason:
-        if sizes_known:
-            return None, reason
-        raise PairRefused(
-            f"{operands.gemm} of {site} runs expert by expert ({reason}), for which m_splits must "
-            "be known on the host; accepted: a list, e.g. m_splits=[128, 256]"
-        )
+        return _expert_by_expert(operands, site, sizes_known, reason)
     a, b = (quantizers[kind][0].plane_format(direction) for kind, direction in operands.sides)
     try:
         kernel = select_grouped(
             operands.gemm, a, b, site.device, execution,
             k=site.k, n=site.n, dtype=dtype, sizes_known=sizes_known,
-            experts=len(quantizers[operands.a]),
         )  # fmt: skip
     except PairRefused as refusal:
         raise PairRefused(
@@ -124,7 +118,22 @@ def choose_grouped(
             f"{operands.a} {operands.a_direction} is {a.describe()}, "
             f"{operands.b} {operands.b_direction} is {b.describe()}: {refusal}"
         ) from None
+    experts = len(quantizers[operands.a])
+    if experts > (kernel.most_experts or experts):
+        reason = f"{kernel.name} takes {kernel.most_experts} experts at most, not {experts}"
+        return _expert_by_expert(operands, site, sizes_known, reason)
     return kernel, ""
+
+
+def _expert_by_expert(
+    operands: GemmOperands, site: Site, sizes_known: bool, reason: str
+) -> tuple[None, str]:
+    if sizes_known:
+        return None, reason
+    raise PairRefused(
+        f"{operands.gemm} of {site} runs expert by expert ({reason}), for which m_splits must "
+        "be known on the host; accepted: a list, e.g. m_splits=[128, 256]"
+    )
 
 
 def grouped_kernels(

@@ -239,7 +239,6 @@ def select_grouped(
     n: int,
     dtype: torch.dtype = torch.bfloat16,
     sizes_known: bool = False,
-    experts: int = 1,
 ) -> GroupedKernel:
     """The kernel for one operand pair of a grouped linear layer with ``k`` in, ``n`` out features.
 
@@ -247,31 +246,6 @@ def select_grouped(
     call will give ``sizes`` (m_splits is a Python list). Raises PairRefused with the reason.
     """
     _check_blocks(gemm, a, b)
-    kernel = _for_all_at_once(gemm, a, b, device, execution, k, n, dtype, sizes_known)
-    if experts <= (kernel.most_experts or experts):
-        return kernel
-    reason = f"{kernel.name} takes {kernel.most_experts} experts at most, not {experts}"
-    if not sizes_known:
-        raise PairRefused(
-            f"{reason}; way out: m_splits as a Python list, e.g. m_splits=[128, 256], which runs "
-            "the experts one by one"
-        )
-    single = select(gemm, a, b, device, execution, k=k, n=n)
-    return _expert_by_expert(single, f"experts one by one: {reason}", needs_sizes=True)
-
-
-def _for_all_at_once(
-    gemm: str,
-    a: Format,
-    b: Format,
-    device: str,
-    execution: str,
-    k: int,
-    n: int,
-    dtype: torch.dtype,
-    sizes_known: bool,
-) -> GroupedKernel:
-    """``select_grouped`` for any number of experts."""
     if device == "cpu":
         single = select(gemm, a, b, device, execution, k=k, n=n)
         return _expert_by_expert(single, single.reason)

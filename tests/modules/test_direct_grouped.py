@@ -13,9 +13,12 @@ import dist_finegrain as dfg
 from dist_finegrain import factories, factory_zoo
 from dist_finegrain.modules import base, grouped_linear
 from dist_finegrain.modules.direct_grouped import DirectGrouped
+from dist_finegrain.modules.grouped_binding import choose_grouped
 from dist_finegrain.modules.grouped_linear_function import GroupedCall
 from dist_finegrain.ops import grouped, lt
-from dist_finegrain.ops.gemm import gemm_counts, reset_gemm_counts
+from dist_finegrain.ops.gemm import PairRefused, gemm_counts, reset_gemm_counts
+from dist_finegrain.resolution import Site
+from dist_finegrain.roles import LINEAR_GEMMS
 from tests import recipes
 from tests.modules.grouped_linear_cases import loop_of, make
 from tests.modules.test_direct_linear import assert_same_bits, delayed_rows, hybrid
@@ -359,11 +362,34 @@ def test_more_experts_than_torchs_kernel_takes(device, taken):
             module(x, [1] * experts).sum().backward()
         assert all(weight.grad.any() for weight in module.weights) and len(taken) == 1
         module.zero_grad()
+    limit = "1023 experts at most, not 1032"
+    (row,) = (
+        row
+        for row in dfg.plan(module, recipe_of("block, BF16 wgrad"), device="sm_90").rows
+        if row.gemm == "wgrad"
+    )
+    assert limit in row.reason
     on_device = torch.ones(experts, dtype=torch.int32, device=device)
     if device == "cuda":
-        with pytest.raises(ValueError, match="1023 experts at most, not 1032; way out: m_splits"):
+        with pytest.raises(ValueError, match=f"{limit}.*accepted: a list, e.g. m_splits"):
             with dfg.autocast(recipe=recipe_of("identity")):
                 module(x, on_device)
+
+
+def test_the_limit_of_torchs_kernel_is_known_when_a_layer_is_built():
+    """One expert more goes one by one where the host knows the sizes, and is refused elsewhere."""
+    site = Site("experts", "grouped_linear", "sm_90", 128, 128)
+    (wgrad,) = (gemm for gemm in LINEAR_GEMMS if gemm.gemm == "wgrad")
+
+    def choose(experts, sizes_known):
+        quantizers = dict.fromkeys((wgrad.a, wgrad.b), [dfg.IdentityQuantizer()] * experts)
+        return choose_grouped(wgrad, quantizers, site, "native", torch.bfloat16, sizes_known, "")
+
+    for sizes_known in (True, False):
+        assert choose(1023, sizes_known)[0].name == "grouped_mm"
+    assert choose(1024, True) == (None, "grouped_mm takes 1023 experts at most, not 1024")
+    with pytest.raises(PairRefused, match="at most, not 1024.*accepted: a list, e.g. m_splits="):
+        choose(1024, False)
 
 
 @pytest.mark.gpu

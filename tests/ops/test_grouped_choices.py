@@ -138,16 +138,3 @@ def test_an_identity_dtype_of_its_own_decides():
     )
     with pytest.raises(PairRefused, match="not torch.float32"):
         select_grouped("fprop", wide, wide, "sm_90", "native", **CHOICE)
-
-
-def test_more_experts_than_torchs_kernels_take_go_one_by_one_or_are_refused():
-    identity = FORMATS["identity"]
-    options = {**CHOICE, "experts": 1024, "sizes_known": True}
-    kernel = select_grouped("wgrad", identity, identity, "sm_90", "native", **options)
-    assert kernel.is_loop and "grouped_mm takes 1023 experts at most, not 1024" in kernel.reason
-    options["experts"] = 1023
-    assert (
-        select_grouped("wgrad", identity, identity, "sm_90", "native", **options).is_loop is False
-    )
-    with pytest.raises(PairRefused, match="1023 experts at most, not 1024; way out: m_splits as"):
-        select_grouped("wgrad", identity, identity, "sm_90", "native", **CHOICE, experts=1024)
